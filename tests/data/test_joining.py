@@ -17,7 +17,7 @@ from trimtab.data.joining import example_counts, joined
 from trimtab.data.splits import Batch
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.reference import drop, least_drop, predict, refer, score
-from trimtab.tensors.structure import Record, flatten, unflatten
+from trimtab.tensors.structure import flatten, unflatten
 
 Named = collections.namedtuple("Named", ["logits", "hidden"])  # noqa: PYI024
 
@@ -128,11 +128,10 @@ def test_items_that_stay_whole_are_examples_themselves_unless_their_sizes_agree(
     assert joined([torch.tensor(1.0), torch.tensor(2.0)], [1, 1])(None).tolist() == [1, 2]
 
 
-def test_records_answer_like_the_objects_they_stand_for() -> None:
+def test_joined_dataclasses_and_named_tuples_keep_their_class() -> None:
     found = joined([Answer(torch.ones(2, 3)), Answer(torch.ones(1, 3))], [2, 1])(None)
-    assert isinstance(found, Record)
-    assert flatten(found)[1].value == "Answer"
-    assert found.logits.shape == found["logits"].shape == (3, 3)
+    assert isinstance(found, Answer)
+    assert found.logits.shape == (3, 3)
     assert (found.loss, found.scale) == (None, 2.0)
     named = joined([Named(torch.ones(2), None)] * 2, [2, 2])(torch.tensor([0]))
     assert isinstance(named, Named)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import collections.abc
 import copy
 import dataclasses
 import json
 import math
 import pathlib
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import Backend
 from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Dim, Signature
-from trimtab.tensors.structure import Record, Structure, flatten, opened, unflatten
+from trimtab.tensors.structure import Record, Structure, flatten, leaves_of, map_tensors, opened, tensors_of, unflatten
 
 BATCH = {"x": {0: Dim("batch")}}
 
@@ -59,9 +62,41 @@ def test_a_field_may_be_called_as_a_method_of_dict_is() -> None:
         assert flatten(found)[1] == flatten(ActorCritic(*tensors))[1]
     with pytest.raises(AttributeError, match="The output has no 'logits'; it has values, items"):
         _ = record.logits
-    parts, again = opened(record) or ([], None)
-    assert again is not None
-    assert again(parts).values is tensors[0]
+    found = opened(record)
+    assert found is not None
+    assert found.rebuild(found.items).values is tensors[0]
+
+
+class Wrapped(collections.abc.MutableMapping[str, Any]):
+    """A mapping whose shallow copies share its items."""
+
+    def __init__(self, items: Any) -> None:
+        self.inner = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.inner[key]
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        self.inner[key] = item
+
+    def __delitem__(self, key: str) -> None:
+        del self.inner[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.UserDict, collections.OrderedDict, Wrapped, types.MappingProxyType])
+def test_containers_are_rebuilt_in_their_class_and_the_original_stays(kind: Any) -> None:
+    given = kind({"x": torch.ones(2), "pair": (torch.ones(1), ["a"])})
+    found = map_tensors(given, lambda tensor: tensor + 1)
+    assert type(found) is kind
+    assert [tensor.tolist() for tensor in tensors_of(found)] == [[2, 2], [2]]
+    assert [tensor.tolist() for tensor in tensors_of(given)] == [[1, 1], [1]]
+    assert leaves_of(found)[-1] == "a"
 
 
 def test_what_is_made_in_inference_mode_is_copied_under_any_name() -> None:
@@ -86,9 +121,9 @@ def test_named_results_of_torch_keep_their_names(backend: Backend, tmp_path: pat
         found = each(x)
         assert torch.equal(found[0].indices, x.topk(3).indices)
         assert torch.equal(found[1]["max"].values, x.max(1).values)
-    parts, again = opened(x.max(1)) or ([], None)
-    assert again is not None
-    assert torch.equal(again(iter(parts)).indices, parts[1])
+    found = opened(x.max(1))
+    assert found is not None
+    assert torch.equal(found.rebuild(iter(found.items)).indices, found.items[1])
 
 
 def test_source_finds_named_results_by_place() -> None:

@@ -1,7 +1,7 @@
-"""Whether the first axis of a model's inputs counts examples: whether a row's answer is the same without the other rows.
+"""Test whether axis 0 of a model's inputs counts examples: whether the output for a row is the same without the other rows.
 
-That axis may as well be the time of a recurrent network, the samples of a sound or the points of a cloud, which must not be
-taken apart. The model is asked: for a few rows, and for some of these in another order.
+Axis 0 may also be the time of a recurrent network, the samples of a sound or the points of a cloud, which must stay whole. The
+model is called with a few rows, and with some of these in another order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trimtab.tensors.comparison import errors, is_discrete
 from trimtab.tensors.structure import cloned, flatten
 
 FEW, MANY = 4, 64
-"""Rows that the model is asked for; the second where it answers with whole numbers only, which may be the same by chance."""
+"""Rows per call; ``MANY`` if all outputs are integers, which may be equal by chance."""
 
 ROUNDING = 1e-3
-"""What a row's answer may differ by, relative to the largest value, when it is computed among others: by rounding alone."""
+"""Difference by rounding, relative to the largest value, between a row computed alone and among others."""
 
 Answer = Callable[[torch.Tensor], Any]
 """The model's output for the rows at these positions."""
@@ -32,8 +32,8 @@ Answer = Callable[[torch.Tensor], Any]
 class Verdict:
     """What the rows of a batch are.
 
-    ``own``: each has an answer of its own. ``fixed``: they are examples, but the model does not take just any number of them.
-    ``shared``: the answer changes with the other rows. ``ordered``: it changes with their order too, so they are no examples.
+    ``own``: the output for a row does not depend on other rows. ``fixed``: as ``own``, but the model does not take every number
+    of rows. ``shared``: it depends on the other rows. ``ordered``: it depends on their order, so that rows are no examples.
     """
 
     kind: Literal["own", "fixed", "shared", "ordered"]
@@ -41,14 +41,14 @@ class Verdict:
 
     @property
     def counted(self) -> bool:
-        """Whether the rows are examples of which a call may have more or fewer."""
+        """True if the rows are independent examples."""
         return self.kind in ("own", "fixed")
 
 
 class Judge:
-    """Asks ``model`` once, about the first batch that has rows to take apart, and keeps the verdict.
+    """Tests ``model`` on the first batch with two or more rows, and keeps the verdict.
 
-    ``stated`` is the reason, if there is one, why its owner's words alone say that the first axis is not that of the examples.
+    ``stated``: the reason why the workload itself says that axis 0 does not count examples; no test is then made.
     """
 
     def __init__(self, model: Callable[..., Any], allowed: float, stated: str | None = None) -> None:
@@ -56,11 +56,11 @@ class Judge:
         self.verdict = None if stated is None else Verdict("ordered", stated)
 
     def __call__(self, batch: Batch) -> Verdict:
-        """The verdict on the rows of ``batch``, of which it has two at least."""
+        """The verdict on the rows of ``batch``, at least two."""
         return self.about(lambda index: self._ask(batch.take(index)), batch.rows)
 
     def about(self, answer: Answer, rows: int) -> Verdict:
-        """The verdict on ``rows`` rows, two at least, for some of which ``answer`` gives the output."""
+        """The verdict on ``rows`` rows, at least two; ``answer`` gives the output for some of them."""
         if self.verdict is None:
             self.verdict = _verdict(answer, rows, self._allowed)
         return self.verdict
@@ -83,7 +83,7 @@ def _verdict(answer: Answer, rows: int, allowed: float) -> Verdict:
 
 
 def _of_all(answer: Answer, rows: int, allowed: float, otherwise: Verdict) -> Verdict:
-    """``ordered`` where the answers for ``rows`` do not follow their order, else the verdict that there would be without it."""
+    """``ordered`` if the outputs for reversed rows are not the reversed outputs, else the verdict ``otherwise``."""
     forward = torch.arange(rows)
     try:
         with user_code("it fails"):
@@ -95,14 +95,14 @@ def _of_all(answer: Answer, rows: int, allowed: float, otherwise: Verdict) -> Ve
             again = _leaves(answer(forward))
     except WorkloadError:
         return otherwise
-    # what is random is found, and said, where the model is asked the same twice
+    # a random model is reported elsewhere, by two equal calls
     if not all(_same(a, b, allowed) for a, b in zip(first, again, strict=True)):
         return Verdict("own")
     return Verdict("ordered", otherwise.reason if otherwise.kind == "shared" else "its answer changes with their order")
 
 
 def _mixing(answer: Answer, rows: int, allowed: float) -> str | None:
-    """How the answer for a row depends on other rows, in words; ``None`` where it does not."""
+    """A clause about how the output for a row depends on other rows; ``None`` if it does not."""
     for most in (FEW, MANY):
         some = torch.linspace(0, rows - 1, min(rows, most)).long()
         picked = torch.arange(len(some) - 1, -1, -2)[: max(len(some) // 2, 1)]
@@ -111,7 +111,7 @@ def _mixing(answer: Answer, rows: int, allowed: float) -> str | None:
             return "its output has other tensors for another number of rows"
         pairs = list(zip(whole, part, strict=True))
         if not pairs:
-            return None  # what has no tensors is refused elsewhere
+            return None  # outputs without tensors are refused elsewhere
         if all(a.shape == b.shape for a, b in pairs):
             return "its output has no part for each row"
         if not all(_own(a, b, picked, len(some), allowed) for a, b in pairs):
@@ -122,10 +122,10 @@ def _mixing(answer: Answer, rows: int, allowed: float) -> str | None:
 
 
 def _own(whole: torch.Tensor, part: torch.Tensor, picked: torch.Tensor, rows: int, allowed: float) -> bool:
-    """Whether ``part`` is what ``whole``, an output for ``rows`` rows, has for those at ``picked``."""
+    """True if ``part`` equals the rows ``picked`` of ``whole``, an output for ``rows`` rows."""
     axes = [axis for axis, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
     if not axes:
-        return _same(whole, part, allowed)  # what does not follow the rows, such as a constant
+        return _same(whole, part, allowed)  # an output without a batch axis, such as a constant
     axis = axes[0]
     if len(axes) > 1 or whole.shape[axis] % rows or part.shape[axis] * rows != whole.shape[axis] * len(picked):
         return False
@@ -133,7 +133,7 @@ def _own(whole: torch.Tensor, part: torch.Tensor, picked: torch.Tensor, rows: in
 
 
 def _follow(first: list[torch.Tensor], turned: list[torch.Tensor], rows: int, allowed: float) -> bool:
-    """Whether the outputs for rows in turned order are the outputs in turned order."""
+    """True if the outputs for reversed rows are the reversed outputs."""
     led = False
     for a, b in zip(first, turned, strict=True):
         if a.shape != b.shape:
@@ -148,9 +148,9 @@ def _follow(first: list[torch.Tensor], turned: list[torch.Tensor], rows: int, al
 
 
 def _at(leaf: torch.Tensor, axis: int, index: torch.Tensor, rows: int) -> torch.Tensor:
-    """The parts of ``leaf`` for the rows at ``index``; each of the ``rows`` may have several values on ``axis``."""
-    apart = leaf.reshape(*leaf.shape[:axis], rows, leaf.shape[axis] // rows, *leaf.shape[axis + 1 :])
-    return apart.index_select(axis, index).flatten(axis, axis + 1)
+    """The entries of ``leaf`` for the rows at ``index``; each of the ``rows`` may have several entries along ``axis``."""
+    by_row = leaf.reshape(*leaf.shape[:axis], rows, leaf.shape[axis] // rows, *leaf.shape[axis + 1 :])
+    return by_row.index_select(axis, index).flatten(axis, axis + 1)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
@@ -163,5 +163,5 @@ def _same(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
 
 
 def _leaves(output: Any) -> list[torch.Tensor]:
-    # copies, because a model may give memory that its next call writes to
+    # copies: the next call may write to the same memory
     return [leaf.detach().clone() for leaf in flatten(output, "the output")[0]]

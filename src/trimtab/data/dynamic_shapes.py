@@ -1,4 +1,4 @@
-"""The sizes that differ from call to call, as examples and data show them and as far as the model takes them."""
+"""The dynamic sizes of a model: those that differ between the calls of the data and that the model accepts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Specs = tuple[TensorSpec, ...]
 
 
 def specs_of(model: nn.Module, calls: Sequence[Call]) -> list[Specs]:
-    """The static specs of the inputs of ``calls``, the first of which is the example.
+    """The static specs of the inputs of each call; the first call is the example.
 
     Raises:
-        UsageError: one is structured differently from the example.
+        UsageError: a call has another structure than the example.
     """
     found: list[Specs] = []
     structures: list[Structure] = []
@@ -41,8 +41,8 @@ def specs_of(model: nn.Module, calls: Sequence[Call]) -> list[Specs]:
 
 
 def as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, calls: Sequence[Specs], notes: list[str]) -> Candidate:
-    """A candidate with those of ``dims`` that the model takes at another size while everything else stays; ``calls`` show which
-    sizes there are, and so the multiples that a model may need."""
+    """A candidate with those of ``dims`` dynamic that the model accepts at another size, each tested alone. ``calls`` show the
+    sizes that occur, and so which multiples a model may need. ``notes`` get a sentence for each other dimension."""
     refused: dict[str, WorkloadError | UsageError] = {}
     found: dict[str, Dim] = {}
     with user_code("The model failed on the example inputs", BY_HAND):
@@ -63,7 +63,7 @@ def as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, calls: Sequenc
     notes += [
         f"{str(error).partition('. ')[0]}, so that {name} stays fixed. squeeze() drops every axis of size one: name the axis."
         for name, error in refused.items()
-        if isinstance(error, UsageError)  # of an output that has more axes at one size than at another
+        if isinstance(error, UsageError)  # the output has more axes at one size than at another
     ]
     notes += [f"The model does not take every size of {name}, which goes from {dim.bounds}." for name, dim in found.items()]
     with user_code("The model failed on the example inputs", BY_HAND):
@@ -71,7 +71,7 @@ def as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, calls: Sequenc
 
 
 def _refusal(make: Callable[..., Candidate], dims: Dims) -> WorkloadError | UsageError | None:
-    """What speaks against a candidate with ``dims``."""
+    """The error of a candidate with ``dims``; ``None`` if it can be made."""
     try:
         with user_code("The model failed at another size"):
             make(dynamic=dims)
@@ -81,7 +81,7 @@ def _refusal(make: Callable[..., Candidate], dims: Dims) -> WorkloadError | Usag
 
 
 def taker(example: Candidate, dims: Dims, name: str) -> Callable[[int], bool]:
-    """What tells whether the model takes the example with the dimension ``name`` at some size."""
+    """A function that tests whether the model accepts the example with dimension ``name`` at a given size."""
     marked = mark_dynamic(example.signature.inputs, dims)
 
     def takes(size: int) -> bool:

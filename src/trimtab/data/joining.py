@@ -1,29 +1,28 @@
-"""Values of several batches as one, for metrics of the whole set: joined where they have a part for every example."""
+"""The outputs or targets of several batches as one, for metrics over the whole set."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trimtab._internal.user_code import user_code
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.tensors.structure import Record, opened
+from trimtab.tensors.batch_axis import is_column
+from trimtab.tensors.structure import opened, tensors_of
 
 Pick = Callable[[torch.Tensor | None], Any]
-"""Gives the joined values of the examples at some positions, of all of them for ``None``, to somebody who may write to them."""
+"""Returns a copy of the joined values of the examples at some positions, or of all examples for ``None``."""
 
 
 def spared(value: Any) -> Any:
-    """A copy of ``value`` for code that may write to it; ``value`` itself where that cannot be copied."""
+    """A deep copy of ``value`` for code that may write to it; ``value`` itself if it cannot be copied."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    # a copy of a view would be one of all that it is a view of
-    known = {id(leaf): leaf.detach().clone() for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)}
+    # deepcopy of a view copies all of its storage
+    known = {id(tensor): tensor.detach().clone() for tensor in tensors_of(value)}
     try:
         with user_code("What is judged cannot be copied"):
             return copy.deepcopy(value, known)
@@ -34,38 +33,37 @@ def spared(value: Any) -> Any:
 def example_counts(outputs: Sequence[Any], targets: Sequence[Any], rows: Sequence[int]) -> list[int]:
     """How many examples each batch holds.
 
-    That is its ``rows``. A batch that must stay whole, with rows 0, holds as many as the first sizes of its output and target
-    say; where these contradict each other in any such batch, the batch itself is the example.
+    That is its ``rows``. A batch that must stay whole has 0 rows: its output and target then tell by the first axis of their
+    first tensor. If these differ in any such batch, each such batch counts as one example.
     """
-    leads = [_lead(output) for output in outputs]
-    agreed = all(n or lead == _lead(target) for lead, target, n in zip(leads, targets, rows, strict=True))
-    return [n or (lead if agreed else 1) for n, lead in zip(rows, leads, strict=True)]
+    sizes = [_first_size(output) for output in outputs]
+    agreed = all(n or size == _first_size(target) for size, target, n in zip(sizes, targets, rows, strict=True))
+    return [n or (size if agreed else 1) for n, size in zip(rows, sizes, strict=True)]
 
 
 def joined(values: Sequence[Any], counts: Sequence[int]) -> Pick:
-    """The ``values`` of batches that hold ``counts`` examples, leaf by leaf in the structure of the first.
+    """The ``values`` of batches that hold ``counts`` examples, in the structure of the first.
 
-    Tensors whose first axis is the examples are concatenated, and lists with an item for every example are strung together.
-    What all batches have in common stays as it is; anything else becomes a list with the value of every batch. Dataclasses
-    and mappings with attributes come back as :class:`~trimtab.tensors.structure.Record`.
+    Tensors with an entry per example along axis 0, and lists with an item per example, are concatenated. A constant that is
+    equal in all batches stays; anything else becomes a list with the value of each batch.
 
     Raises:
-        WorkloadError: tensors cannot be concatenated, because their other sizes differ.
+        WorkloadError: tensors differ in another axis than the first.
     """
     if all(isinstance(value, torch.Tensor) for value in values):
         return _tensors(values, counts)
-    if dataclasses.is_dataclass(values[0]) and not isinstance(values[0], (type, Mapping)):
-        values = [_shallow(value) for value in values]
-    if _is_column(values, counts):
+    if is_column(values, counts):
         return _sequence([item for value in values for item in value])
     inside = [opened(value) for value in values]
-    if inside[0] is None:
+    first = inside[0]
+    if first is None:
         return _constants(values, counts)
-    parts = [found[0] for found in inside if found is not None]
-    if len(parts) < len(values) or len({_shape(value) for value in values}) > 1:
+    parts = [found.items for found in inside if found is not None]
+    shapes = {(isinstance(value, Mapping), *found.keys) for value, found in zip(values, inside, strict=True) if found}
+    if len(parts) < len(values) or len(shapes) > 1:
         return _each(values, counts)
-    close, picks = inside[0][1], [joined(same, counts) for same in zip(*parts, strict=True)]
-    return lambda index: close([pick(index) for pick in picks])
+    picks = [joined(items, counts) for items in zip(*parts, strict=True)]
+    return lambda index: first.rebuild([pick(index) for pick in picks])
 
 
 def _tensors(values: Sequence[torch.Tensor], counts: Sequence[int]) -> Pick:
@@ -78,7 +76,7 @@ def _tensors(values: Sequence[torch.Tensor], counts: Sequence[int]) -> Pick:
             f"The outputs or targets of the batches cannot be joined for the metric: {error}. Pad them to one size, or use "
             "score=... per example."
         ) from error
-    return lambda index: whole.clone() if index is None else whole[index]  # it may be written to, and is asked for again
+    return lambda index: whole.clone() if index is None else whole[index]  # the metric may write to it
 
 
 def _constants(values: Sequence[Any], counts: Sequence[int]) -> Pick:
@@ -92,48 +90,18 @@ def _constants(values: Sequence[Any], counts: Sequence[int]) -> Pick:
 
 
 def _each(values: Sequence[Any], counts: Sequence[int]) -> Pick:
-    """A list with the value of every batch; where each batch is one example, these are picked too."""
+    """A list with the value of each batch. It has an item per example if each batch is one example."""
     return _sequence(values) if set(counts) == {1} else lambda index: list(map(spared, values))
 
 
 def _sequence(items: Sequence[Any]) -> Pick:
-    """A list of copies, each item's own though it be picked twice: tensors are copied where they are picked."""
+    """A list of copies of the picked items; an item that is picked twice is copied twice."""
     return lambda index: [spared(items[i]) for i in (range(len(items)) if index is None else index.tolist())]
 
 
-def _is_column(values: Sequence[Any], counts: Sequence[int]) -> bool:
-    """Whether ``values`` are lists with an item for every example, and not structures whose tensors lead with the examples.
-
-    A tuple is a structure, unless it holds strings: those of a batch are what a DataLoader makes a tuple of.
-    """
-    for value, count in zip(values, counts, strict=True):
-        texts = type(value) is tuple and all(isinstance(item, str) for item in value)
-        if not (isinstance(value, list) or texts) or len(value) != count:
-            return False
-    leaves = ((leaf, count) for value, count in zip(values, counts, strict=True) for leaf in _leaves(value))
-    led = [leaf.dim() > 0 and len(leaf) == count for leaf, count in leaves if isinstance(leaf, torch.Tensor)]
-    return not led or not all(led)
-
-
-def _shallow(value: Any) -> Any:
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
-    return Record.of(type(value).__name__, ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value)))
-
-
-def _shape(value: Any) -> tuple[Any, ...]:
-    """What containers must have in common for their parts to belong together."""
-    return (isinstance(value, Mapping), *(value if isinstance(value, Mapping) else range(len(value))))
-
-
-def _lead(value: Any) -> int:
-    """The first size of the first tensor in ``value``; where there is none, the length of a list, and 1 of anything else."""
-    tensor = next((leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)), None)
-    if tensor is not None:
-        return len(tensor) if tensor.dim() else 1
+def _first_size(value: Any) -> int:
+    """Entries along axis 0 of the first tensor in ``value``; without tensors, the length of a list or tuple, else 1."""
+    tensors = tensors_of(value)
+    if tensors:
+        return len(tensors[0]) if tensors[0].dim() else 1
     return len(value) if isinstance(value, (tuple, list)) else 1
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    found = opened(_shallow(value))
-    return iter([value]) if found is None else itertools.chain.from_iterable(map(_leaves, found[0]))

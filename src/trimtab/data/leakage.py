@@ -1,4 +1,4 @@
-"""Whether the parts of the data are apart: what the winner is confirmed on must be new to the search."""
+"""Find test examples in the data that the search uses: the winner must be confirmed on new data."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 import torch
 
 from trimtab.core.workload import Evaluation
-from trimtab.data.batches import Batch, leaves_of
+from trimtab.data.batches import Batch
 from trimtab.data.splits import Splits
 from trimtab.errors import UsageError
+from trimtab.tensors.structure import leaves_of
 from trimtab.tensors.weights import raw
 
 MOST = 0.5
-"""Share of the test examples from which on the two are one set: single doublets are in many real ones."""
+"""Share of test examples found in the selection data from which on data is refused; many real sets have single duplicates."""
 PLAIN = (bool, int, float, str, bytes, pathlib.PurePath)
-"""What of an item that is no tensor is known by how it is written: texts, numbers, names of files."""
+"""Types other than tensors that are compared by their ``repr``."""
 
 
 def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
-    """Look for the test examples among those that choose, in sentences.
+    """Sentences about test, selection and calibration data that have inputs in common.
 
-    Parts that were divided from one set are apart already; given separately, they may be the same by mistake, as where a
-    function that is asked for two of them gives all it has both times.
+    Parts of one set have none. Sets that were given separately may, as when a function returns the same data twice.
 
     Raises:
-        UsageError: most of the test data is what the search looks at.
+        UsageError: at least the share :data:`MOST` of the test data is in the selection data.
     """
     if evaluation is None:
         return []
@@ -59,7 +59,7 @@ def _among(part: list[bytes | None], other: Iterable[bytes | None]) -> int:
 
 
 def _digests(batches: Iterable[Batch]) -> Iterator[bytes | None]:
-    """One for each example, or for each batch that must stay whole; ``None`` of what holds anything that cannot be compared."""
+    """A digest per example, or per batch that must stay whole; ``None`` if it holds a value that cannot be compared."""
     for batch in batches:
         leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(batch.inputs)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -70,7 +70,7 @@ def _digests(batches: Iterable[Batch]) -> Iterator[bytes | None]:
 
 
 def _row(leaf: Any, row: int) -> Any:
-    """The part of ``leaf`` for one row; a constant belongs to each of them."""
+    """The part of ``leaf`` for one row; constants belong to every row."""
     return leaf[row] if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -79,7 +79,7 @@ def _digest(leaves: Iterable[Any]) -> bytes | None:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
-                return None  # a graph's edges, which only the evaluation's own run looks at
+                return None  # such as the sparse edges of a graph
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             digest.update(raw(leaf).numpy().data)
         elif leaf is None or isinstance(leaf, PLAIN):

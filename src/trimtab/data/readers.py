@@ -1,4 +1,4 @@
-"""Data as its owner gives it, in any of the forms that a workload takes, read into batches."""
+"""Read the data of a workload, in each of its forms, into batches."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trimtab._internal.text import of_type, with_fix
 from trimtab.core.capture import Call
 from trimtab.core.workload import Evaluation, Workload, as_call, user_code
 from trimtab.data.batch_independence import Judge
-from trimtab.data.batches import Batch, count, marked, rows_of, tensors_of, with_tensors
+from trimtab.data.batches import Batch, arrays_to_tensors, count, marked, rows_of
 from trimtab.errors import UsageError
-from trimtab.tensors.structure import Structure, flatten
+from trimtab.tensors.structure import Structure, flatten, tensors_of
 
 MOST_CALIBRATION = 256
-"""More examples than this change a quantizer's ranges little and cost much time."""
+"""Most calibration examples; more take time and change a quantizer's ranges little."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Batches; ``stacked`` where trimtab itself put single examples together along the first axis."""
+    """Batches. ``stacked``: they were collated here from single examples, along axis 0."""
 
     batches: list[Batch]
     stacked: bool = False
@@ -33,12 +33,13 @@ class Data:
 def labelled(
     data: Any, evaluation: Evaluation, generator: torch.Generator, size: int, notes: list[str], judge: Judge | None = None
 ) -> Data:
-    """The labelled ``data``, up to ``max_examples``, in batches of ``size`` where single examples are given; ``notes`` say
-    where it was more, and the first were taken. ``judge`` says whether the rows of other items are counted.
+    """The labelled ``data``, up to ``max_examples``. Single examples are collated into batches of ``size``.
+
+    ``notes`` get a sentence if only the first items are used. ``judge`` tells whether the rows of a batch count as examples.
 
     Raises:
-        UsageError: it is of no form that is known, is empty, or holds NaN in its inputs.
-        WorkloadError: it raised.
+        UsageError: the data has an unknown form, is empty, or has NaN in its inputs.
+        WorkloadError: the data raised.
     """
     most, run = evaluation.max_examples, evaluation.run is not None
     if isinstance(data, tuple) and len(data) == 2 and not all(map(_is_pair, data)):
@@ -79,8 +80,8 @@ def _is_pair(value: Any) -> bool:
 
 
 def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: int) -> list[Batch]:
-    """Batches at random from inputs and targets that hold all examples."""
-    inputs, targets = with_tensors(data[0]), with_tensors(data[1])
+    """Random batches from inputs and targets that hold all examples."""
+    inputs, targets = arrays_to_tensors(data[0]), arrays_to_tensors(data[1])
     given, wanted = _lengths(inputs), _lengths(targets)
     if len(given) != 1 or len(wanted) != 1 or given != wanted:
         counts = [" and ".join(map(str, sorted(found))) or "no" for found in (given, wanted)]
@@ -100,7 +101,7 @@ def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: 
 
 
 def _length(data: Any) -> int | None:
-    """How many items ``data`` has; ``None`` where that is not known, as of a DataLoader of what has no length."""
+    """The length of ``data``; ``None`` if it has none, such as a DataLoader over a stream."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -108,17 +109,17 @@ def _length(data: Any) -> int | None:
 
 
 def _lengths(value: Any) -> set[int]:
-    """How many parts the tensors of ``value`` have, or the list that it is."""
+    """The sizes along axis 0 of the tensors in ``value``; without tensors, the length of a list or tuple."""
     found = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(value)}
     return found or ({len(value)} if isinstance(value, (list, tuple)) else set())
 
 
 def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes: list[str], judge: Judge | None = None) -> Data:
-    """The calibration data, of which at most :data:`MOST_CALIBRATION` examples are looked at; ``notes`` say where it was more.
+    """The calibration data, at most :data:`MOST_CALIBRATION` examples; ``notes`` get a sentence if there are more.
 
     Raises:
-        UsageError: it is empty, holds NaN, or comes with labels.
-        WorkloadError: it raised.
+        UsageError: the data is empty, has NaN, or has labels.
+        WorkloadError: the data raised.
     """
     data, what = workload.calibration, "the calibration data"
     if data is None:
@@ -155,7 +156,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
 
 
 def _refuse_labels(workload: Workload, items: Iterable[Any]) -> None:
-    """Refuse pairs whose first half alone is what the model is called with."""
+    """Refuse pairs of which the first half has the structure of the model's inputs."""
     wanted = _form(workload.inputs)
     for item in items:
         if wanted is not None and _is_pair(item) and _form(item) != wanted and _form(item[0]) == wanted:
@@ -166,9 +167,9 @@ def _refuse_labels(workload: Workload, items: Iterable[Any]) -> None:
 
 
 def _form(inputs: Any) -> Structure | None:
-    """The structure of a call; ``None`` for what is none."""
+    """The structure of a call; ``None`` if ``inputs`` are no valid call."""
     try:
-        return flatten(as_call(with_tensors(inputs)), "inputs")[1]
+        return flatten(as_call(arrays_to_tensors(inputs)), "inputs")[1]
     except UsageError:
         return None
 
@@ -191,17 +192,17 @@ def _together(examples: Any, what: str) -> Any:
     try:
         return default_collate(examples)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        told = f"The examples of {what} cannot be put together into batches: {error}"
-        raise UsageError(with_fix(told, "Give a DataLoader with your own collate_fn.")) from error
+        problem = f"The examples of {what} cannot be put together into batches: {error}"
+        raise UsageError(with_fix(problem, "Give a DataLoader with your own collate_fn.")) from error
 
 
 def _is_mapped(data: Any) -> bool:
-    """Whether examples of ``data`` can be asked for by number, as those of a stream cannot, which may have a length too."""
+    """True for a map-style dataset. A stream may have a length too."""
     return isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized)
 
 
 def _first(data: Iterable[Any], most: int, examples: Callable[[Any], int]) -> Iterator[Any]:
-    """Items until they hold about ``most`` examples."""
+    """The first items, up to the one with which they hold ``most`` examples."""
     seen = 0
     for item in data:
         yield item
@@ -211,11 +212,11 @@ def _first(data: Iterable[Any], most: int, examples: Callable[[Any], int]) -> It
 
 
 def _examples(inputs: Any, judge: Judge | None = None) -> int:
-    """How many examples the ``inputs`` of an item hold: the first size of the first tensor or array anywhere in them, unless
-    the model says that it is no number of examples."""
+    """The number of examples in the ``inputs`` of an item: axis 0 of the first tensor or array; 1 if the judge finds that axis
+    0 does not count examples."""
     if isinstance(inputs, Call):
         return 1
-    inputs = with_tensors(inputs)
+    inputs = arrays_to_tensors(inputs)
     tensors = tensors_of(inputs)
     if judge is not None and (rows := rows_of(inputs, None)) > 1 and not judge(Batch(inputs, None, rows)).counted:
         return 1
@@ -223,13 +224,13 @@ def _examples(inputs: Any, judge: Judge | None = None) -> int:
 
 
 def _within(item: Any) -> Any:
-    """The inputs in a labelled item."""
+    """The inputs of a labelled item."""
     return item[0] if isinstance(item, (tuple, list)) and item else item
 
 
 def _batch(inputs: Any, target: Any, *, whole: bool, where: str) -> Batch:
-    inputs, target = with_tensors(inputs), with_tensors(target)
-    for tensor in tensors_of(inputs):  # masks of -inf are no mistake, and in targets NaN may say that nothing is known
+    inputs, target = arrays_to_tensors(inputs), arrays_to_tensors(target)
+    for tensor in tensors_of(inputs):  # -inf may be a mask, and NaN in targets may mean unknown
         if tensor.is_floating_point() and (bad := int(torch.isnan(tensor).sum())):
             raise UsageError(f"{where} holds NaN: {bad} of {tensor.numel()} values. Clean the data first.")
     rows = 0 if whole or isinstance(inputs, Call) else rows_of(inputs, target)

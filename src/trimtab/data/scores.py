@@ -1,4 +1,4 @@
-"""What a score or a metric returned, as numbers."""
+"""Validate the numbers that a score or metric returned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def number(value: Any, what: str) -> float:
     """The number that the user's ``what`` returned.
 
     Raises:
-        WorkloadError: it is none, or not finite.
+        WorkloadError: the value is no number, or not finite.
     """
     if (isinstance(value, torch.Tensor) and value.numel() == 1) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
@@ -27,7 +27,7 @@ def number(value: Any, what: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value that is not what it should be, in few words."""
+    """A short description of a refused value."""
     if value is None:
         return "None"
     if isinstance(value, torch.Tensor):
@@ -38,12 +38,12 @@ def shown(value: Any) -> str:
 
 
 def numbers(found: Any, rows: int) -> list[float]:
-    """The scores of a batch of ``rows`` examples; of any number where they are 0.
+    """The scores of a batch of ``rows`` examples; with 0 rows, any number of scores.
 
     Raises:
-        WorkloadError: they are none, too few or too many, or not finite.
+        WorkloadError: the scores are no numbers, not one per example, or not finite.
     """
-    if rows <= 1 and isinstance(found, (int, float, np.generic)):  # of one example there is no need for a list
+    if rows <= 1 and isinstance(found, (int, float, np.generic)):  # a plain number for one example
         found = [found]
     values = found if isinstance(found, torch.Tensor) else _as_tensor(found)
     if values is None or values.is_complex():
@@ -65,7 +65,7 @@ def numbers(found: Any, rows: int) -> list[float]:
 
 
 def _as_tensor(found: Any) -> torch.Tensor | None:
-    """A list or array of numbers as a tensor; ``None`` for what is none, such as texts or lists of several lengths."""
+    """A list or array of numbers as a tensor; ``None`` for anything else, such as texts or ragged lists."""
     found = np.atleast_1d(found) if isinstance(found, np.ndarray) else found  # such as tensor.mean().numpy()
     if not isinstance(found, (list, tuple, np.ndarray)) or any(isinstance(value, str) for value in found):
         return None

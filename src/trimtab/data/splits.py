@@ -1,4 +1,4 @@
-"""The workload's data, read once and split three ways: calibration, selection, test. Never mixed."""
+"""Split a workload's data into calibration, selection and test data, which have no example in common."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from trimtab._internal.text import counted
 from trimtab.core.dynamic_dims import BATCHES
 from trimtab.core.workload import Workload
 from trimtab.data.batch_independence import Judge, Verdict
-from trimtab.data.batches import Batch, count, divide, pieces, tensors_of
+from trimtab.data.batches import Batch, count, divide, pieces
 from trimtab.data.readers import MOST_CALIBRATION, Data, labelled, unlabelled
 from trimtab.errors import UsageError
+from trimtab.tensors.structure import tensors_of
 
 __all__ = ["MOST_CALIBRATION", "Batch", "Splits", "split"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Calibration for quantizers, selection for the search, test for the winner; and what the split cost, in sentences."""
+    """Calibration data for quantizers, selection data for the search, test data for the winner; notes about the split."""
 
     calibration: tuple[Batch, ...] = ()
     selection: tuple[Batch, ...] = ()
@@ -29,21 +30,21 @@ class Splits:
     notes: tuple[str, ...] = ()
 
     def examples(self) -> dict[str, int]:
-        """How many each part has; stand-ins for data are none."""
+        """Examples in each part."""
         parts = {"calibration": self.calibration, "selection": self.selection, "test": self.test}
         return {name: count(batches) for name, batches in parts.items()}
 
 
 def split(workload: Workload, rows: int | None = None, judge: Judge | None = None) -> Splits:
-    """Read and split the data of ``workload``, the same way every time.
+    """Read and split the data of ``workload``, deterministically.
 
-    Where the model takes just so many ``rows`` at a time, batches stay whole, and those of another size are left out. Batches
-    of more rows than the workload states that a call may have are cut. ``judge`` says whether rows may be taken from a batch
-    at all; without one, they are taken for examples.
+    With ``rows``, the only batch size that the model takes, batches stay whole and those of another size are left out.
+    Otherwise batches are cut to the largest size that the workload states. ``judge`` tells whether rows of a batch are
+    examples; without a judge they are.
 
     Raises:
-        UsageError: the data is not made of ``(inputs, target)`` pairs, is empty, holds NaN, or fits the model nowhere.
-        WorkloadError: the user's dataset raised.
+        UsageError: the data is not made of ``(inputs, target)`` pairs, is empty, has NaN, or has no batch that the model takes.
+        WorkloadError: the dataset raised.
     """
     return _Splitting(workload, rows, judge).splits()
 
@@ -58,7 +59,7 @@ class _Splitting:
 
     def splits(self) -> Splits:
         workload, evaluation, notes = self.workload, self.workload.evaluation, self.notes
-        judge = self.judge if self.rows is None else None  # where the model takes just so many rows, it is not asked for fewer
+        judge = self.judge if self.rows is None else None  # a model of a fixed batch size takes no fewer rows
         read = unlabelled(workload, self.rows or _within(32, self.most), self.generator, notes, judge)
         calibration = self._fitting(read, "calibration")
         if evaluation is None:
@@ -88,7 +89,7 @@ class _Splitting:
         return Splits(**parts, labelled=True, notes=tuple(notes))
 
     def _fitting(self, data: Data, what: str) -> list[Batch]:
-        """Those batches that have the rows which the model takes, where it takes no other number; else all, in pieces."""
+        """The batches of the model's fixed size; without a fixed size, all batches, cut to the stated maximum."""
         batches, rows, notes = self._judged(data, what), self.rows, self.notes
         if rows is None:
             cut = self.verdict is None or self.verdict.kind == "own" or data.stacked
@@ -107,7 +108,7 @@ class _Splitting:
         return kept
 
     def _judged(self, data: Data, what: str) -> list[Batch]:
-        """The batches of ``data``, with no rows to take apart where they are known to be no examples."""
+        """The batches of ``data``, with 0 rows if the judge finds that rows are no examples."""
         first = next((batch for batch in data.batches if batch.rows > 1), None)
         self.whole = self.rows is not None
         if self.judge is None or first is None or (self.whole and not data.stacked):
@@ -129,7 +130,7 @@ class _Splitting:
         return [dataclasses.replace(batch, rows=0, single=True, examples=found) for batch, found in given]
 
     def _trusted(self, batches: list[Batch], verdict: Verdict, what: str, *, new: bool) -> list[Batch]:
-        """Batches whose rows are examples because their owner gave them one by one, unless the model says otherwise."""
+        """Batches that were collated from single examples; refused if the model depends on the order of rows."""
         if verdict.kind == "ordered":
             raise UsageError(
                 f"The rows of the {what} data are no examples to this model: {verdict.reason}. Axis 0 of its inputs counts "
@@ -166,13 +167,13 @@ class _Splitting:
 
 
 def _most_rows(workload: Workload) -> int | None:
-    """The most rows that a call may have, where the workload bounds what leads its inputs."""
+    """The largest batch size that the workload states for axis 0; ``None`` if it states none."""
     stated = (axes[0].max for axes in (workload.stated_dims or {}).values() if 0 in axes)
     return min((most for most in stated if most is not None), default=None)
 
 
 def _stated_examples(workload: Workload, batch: Batch) -> int:
-    """How many examples ``batch`` has along the axis that the workload calls the batch; 0 where it says none, or two."""
+    """Examples along the axis that the workload names as the batch; 0 if it names none, or if sizes differ."""
     stated = (place for axes in (workload.stated_dims or {}).values() for place in axes.items())
     axes = {axis for axis, dim in stated if dim.name.lower() in BATCHES}
     sizes = {tensor.shape[axis] for axis in axes for tensor in tensors_of(batch.inputs) if tensor.dim() > axis}
@@ -184,5 +185,5 @@ def _within(size: int, most: int | None) -> int:
 
 
 def _words(batches: Sequence[Batch]) -> str:
-    """``400 examples``, or ``22 items`` where batches must stay whole."""
+    """``400 examples``, or ``22 items`` if batches must stay whole."""
     return f"{count(batches)} {'examples' if all(batch.rows for batch in batches) else 'items'}"

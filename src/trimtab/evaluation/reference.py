@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from trimtab._internal.serialization import from_json, write_json
 from trimtab.core.measurement import Drop
 from trimtab.core.workload import BY_HAND, Evaluation, user_code
-from trimtab.data.batches import with_tensors
+from trimtab.data.batches import arrays_to_tensors
 from trimtab.data.joining import example_counts, joined, spared
 from trimtab.data.scores import number, numbers, shown
 from trimtab.data.splits import Batch
@@ -167,7 +167,7 @@ def _comparable(made: Any) -> Any:
     Raises:
         UsageError: it holds something that cannot be compared.
     """
-    for value in (made, with_tensors(made)):
+    for value in (made, arrays_to_tensors(made)):
         with contextlib.suppress(UsageError):
             flatten(value, "the output")
             return value

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trimtab.data.batches import leaves_of
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.evaluation.reference import Reference
+from trimtab.tensors.structure import leaves_of
 from trimtab.tensors.weights import parts, raw
 
 LOOKS = "looks.safetensors"

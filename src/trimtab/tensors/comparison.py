@@ -1,5 +1,8 @@
-"""Rows of whole numbers that mean something in their order only: where each bag of an embedding begins, or to which segment a
-row belongs. In another order they are no input of the model's, and what a model makes of them proves nothing."""
+"""Compare tensors: sorted integer inputs, near-ties of integers, values of masks, largest errors.
+
+A sorted row of integers may be the offsets of an ``EmbeddingBag`` or segment numbers. Unsorted, it is no valid input of such a
+model, whose outputs then prove nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +13,52 @@ import torch
 
 
 def ordered(leaf: torch.Tensor) -> bool:
-    """Whether ``leaf`` is a row of whole numbers that rise."""
+    """True for a 1-D tensor of integers that never fall and rise at least once."""
     if leaf.dim() != 1 or len(leaf) < 2 or not is_discrete(leaf.dtype) or leaf.dtype == torch.bool:
         return False
     return bool((leaf[1:] >= leaf[:-1]).all() and leaf[0] < leaf[-1])
 
 
 def stretched(leaf: torch.Tensor, size: int) -> torch.Tensor:
-    """The first ``size`` values of an :func:`ordered` row, the last one repeated where there are fewer."""
+    """The first ``size`` values of an :func:`ordered` tensor; the last value is repeated if there are fewer."""
     return leaf[torch.arange(size, device=leaf.device).clamp(max=len(leaf) - 1)]
 
 
 def slower(leaf: torch.Tensor) -> torch.Tensor:
-    """Another row of the same kind: the first half of an :func:`ordered` one, each value twice."""
+    """Another ordered tensor of the same length: the first half of ``leaf``, each value twice."""
     return leaf[torch.arange(len(leaf), device=leaf.device) // 2]
 
 
 def redrawn(leaf: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Another row of the same kind: the values of an :func:`ordered` one at ``index`` in their order, after its first."""
+    """Another ordered tensor: the first value of ``leaf``, then its values at ``index``, sorted."""
     return torch.cat([leaf[:1], leaf[index].sort().values[1:]])
 
 
 NEAR_TIES = 0.005
-"""Share of an output's integers (or booleans) that may differ between forms that agree on the floats behind them. An arg-max, a
-threshold or a bin turns over where two values are closer than rounding, whichever runtime computes them."""
+"""Share of an output's integers (or booleans) that may differ between runtimes whose floats agree: an arg-max, a threshold or a
+bin changes if two values are closer than rounding."""
 NEAR_TIES_ALONE = 0.001
-"""The same where a model gives integers only, so that nothing beside them tells a near-tie from a wrong value."""
+"""As :data:`NEAR_TIES`, for a model without float outputs, which would tell near-ties from errors."""
 
 
 def is_discrete(dtype: torch.dtype) -> bool:
-    """Whether values of ``dtype`` are integers or booleans, between which a distance means nothing."""
+    """True for integers and booleans, whose differences have no size."""
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def too_many_differ(want: torch.Tensor, got: torch.Tensor, allowed: float = NEAR_TIES) -> str | None:
-    """The share of the elements of ``got`` that are not those of ``want``, in words, if it is more than ``allowed``."""
+    """A clause about the share of elements that differ, if it is above ``allowed``; else ``None``."""
     share = float((want != got).double().mean()) if want.numel() else 0.0
     return f"{share:.2%} of its values differ, where {allowed:.2%} may" if share > allowed else None
 
 
 LEAST, BEYOND, ALIKE = 1e3, 100.0, 4.0
-"""A mask's values are at least so large, so many times the largest of the others, and within this factor of each other: large
-values that a model computes, such as powers of a spectrum, go over into the small ones or differ among themselves."""
+"""Values of a mask (such as -1e9) are at least ``LEAST``, ``BEYOND`` times the largest other value, and within the factor
+``ALIKE`` of each other. Large values that a model computes, such as powers of a spectrum, are not."""
 
 
 def mask_bound(outputs: Sequence[torch.Tensor]) -> float:
-    """From which size on values of an output, given batch by batch, are a mask's; infinite where none are."""
+    """The size from which on values of an output, given batch by batch, belong to a mask; infinite without a mask."""
     given = [] if outputs[0].is_complex() else [output.detach() for output in outputs if output.numel()]
     sizes = [(output if output.element_size() >= 4 else output.float()).abs() for output in given]
     bound = math.inf
@@ -68,13 +71,13 @@ def mask_bound(outputs: Sequence[torch.Tensor]) -> float:
 
 
 def masked(values: torch.Tensor, bound: float) -> torch.Tensor:
-    """Which of ``values`` are finite and of at least the size ``bound``."""
+    """True for finite ``values`` of at least the size ``bound``."""
     return (values.abs() >= bound) & values.isfinite()
 
 
 def errors(want: torch.Tensor, got: torch.Tensor) -> list[tuple[float, float]] | None:
-    """How far ``got`` is off: the largest error and the largest value that there should be and, of a mask's values, the error
-    and the value where they are off the most. ``None`` where values are NaN or infinite in other places."""
+    """Pairs of absolute error and value: the largest error and largest value of ``want``; and for values of a mask, those of
+    the largest relative error. ``None`` if NaN or infinities are at different places."""
     wide = torch.complex128 if want.is_complex() else torch.float64
     a, b = want.detach().to(wide), got.detach().to(wide)
     known = a.isfinite()

@@ -1,4 +1,4 @@
-"""Deep copies of models whose own functions refer to the copy."""
+"""Deep copies of models, with hooks and closures bound to the copy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ T = TypeVar("T")
 
 
 def copied(model: T) -> T:
-    """A deep copy of ``model``, or of what has models in it. Hooks and other functions that its modules hold refer to the copy
-    where they referred to it.
+    """A deep copy of ``model``, or of a container of models, with hooks and other functions of its modules bound to the copy.
 
-    :func:`copy.deepcopy` hands functions on as they are. A hook that keeps what it sees in the ``self`` of the method that made
-    it would fill the original, and the copy would give for ever what the original had seen when it was copied.
+    :func:`copy.deepcopy` shares functions. A shared hook that stores into ``self`` would write to the original, and the copy
+    would return what the original had stored when it was copied.
     """
     known: dict[int, Any] = {}
     with _Values():
@@ -33,8 +32,8 @@ def copied(model: T) -> T:
 
 
 class _Values(TorchFunctionMode):
-    """A block in which tensors that were computed, such as an activation that a model keeps, are copied as values: torch
-    refuses to copy what gradients flow through."""
+    """In this block, deepcopy detaches computed tensors, such as a stored activation: torch refuses to copy tensors that are
+    no leaves of a graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -43,16 +42,16 @@ class _Values(TorchFunctionMode):
 
 
 class _Functions:
-    """Gives functions that refer to copies; ``known`` is the memo of :func:`copy.deepcopy`, copies by the originals' ``id``."""
+    """Rebinds functions to copies. ``known`` is the memo of :func:`copy.deepcopy`: copies by ``id`` of their originals."""
 
     def __init__(self, known: Mapping[int, Any]) -> None:
         self._known = known
         self._made: dict[types.FunctionType, types.FunctionType] = {}
         self._cells: dict[int, types.CellType] = {}
-        """Variables that several functions share, by ``id`` of the originals."""
+        """New closure cells by ``id`` of the original cells; several functions may share one."""
 
     def exchange(self, held: dict[Any, Any] | list[Any]) -> None:
-        """Put others in the place of those functions in ``held`` that refer to an original."""
+        """Replace the functions in ``held`` that refer to an original."""
         pairs = held.items() if isinstance(held, dict) else enumerate(held)
         for place, value in list(pairs):
             if isinstance(value, types.FunctionType) and self._refers(value, set()):
@@ -60,7 +59,7 @@ class _Functions:
 
     def _refers(self, value: Any, seen: set[int]) -> bool:
         if isinstance(value, types.FunctionType) and id(value) not in seen:
-            seen.add(id(value))  # it may contain itself
+            seen.add(id(value))  # a function may refer to itself
             return any(self._refers(item, seen) for item in _contents(value))
         return id(value) in self._known or (isinstance(value, types.MethodType) and id(value.__self__) in self._known)
 
@@ -91,7 +90,7 @@ class _Functions:
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """The values that ``function`` took with it when it was made."""
+    """The values of the closure and the defaults of ``function``."""
     yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -99,7 +98,7 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 def _is_filled(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents  # noqa: B018 - asking is the only way to tell
+        cell.cell_contents  # noqa: B018 - raises if the cell is empty
     except ValueError:
         return False
     return True

@@ -7,9 +7,9 @@ from torch import nn
 
 
 def lay_out(model: nn.Module) -> None:
-    """Give ``model`` NHWC weights, in place.
+    """Put the 4-D weights of ``model`` into channels-last (NHWC) layout, in place.
 
-    ``model.to(memory_format=...)`` fails where a 3-D convolution has weights of five dimensions.
+    ``model.to(memory_format=...)`` fails on the 5-D weights of 3-D convolutions.
     """
     model._apply(_laid_out)  # type: ignore[no-untyped-call]
 

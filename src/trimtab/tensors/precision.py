@@ -1,4 +1,4 @@
-"""How torch multiplies matrices of float32: as they are, or by the shorter products that some devices have."""
+"""The precision of float32 matrix products and convolutions on GPUs: float32 or TF32."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @contextlib.contextmanager
 def products_of_float32(*, tf32: bool) -> Iterator[None]:
-    """A block in which GPUs take TF32 for them, or nothing but float32 whatever a script has asked for.
+    """Use TF32, or float32 only, on GPUs in a block. The settings before are restored afterwards.
 
-    Set by whichever of torch's two interfaces the process uses, because mixing them is an error.
+    Torch has two interfaces for this. The one that the process has used is used here, because mixing them is an error.
     """
     backends: Any = torch.backends
     places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
@@ -21,7 +21,7 @@ def products_of_float32(*, tf32: bool) -> Iterator[None]:
     older: tuple[str, bool] | None
     try:
         older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-    except RuntimeError:  # somebody has set an fp32_precision, which the older interface has no word for
+    except RuntimeError:  # an fp32_precision was set, which the older interface cannot express
         older = None
     try:
         if older is not None:
@@ -40,15 +40,15 @@ def products_of_float32(*, tf32: bool) -> Iterator[None]:
 
 
 def rounded_to_tf32() -> bool:
-    """Whether GPUs may take TF32 for any of them now, as torch does for convolutions where nobody says otherwise."""
+    """True if GPUs may use TF32 now for any operation; torch does for convolutions by default."""
     backends: Any = torch.backends
     return any(place.fp32_precision == "tf32" for place in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn))
 
 
 def _set(places: Sequence[Any], wanted: Sequence[str]) -> None:
-    """Of torch's parts; those that have theirs, perhaps from a setting above them, are left alone.
+    """Set ``fp32_precision`` of each backend to ``wanted``, unless it has that value already, perhaps inherited.
 
-    Others get torch's own first, with which they may have it from there again.
+    The default is set first, with which a backend may inherit the value again.
     """
     backends: Any = torch.backends
     for place, precision in zip(places, wanted, strict=True):

@@ -1,22 +1,24 @@
-"""Nested values (tuples, lists, dicts, dataclasses) to a flat list of tensors and back.
+"""Nested values: :func:`opened` walks them, :func:`flatten` takes their tensors out and describes the rest.
 
-Runtimes take and give flat lists; models take and give structures. A :class:`Structure` describes one without naming
-classes that a deployment machine may not have: dataclasses and mappings with attributes (a transformers ``ModelOutput``)
-come back as :class:`Record`, which answers to attribute, key and position alike.
+Containers are tuples, named tuples, lists, mappings and dataclasses. Unlike torch's pytree, no class has to be registered.
+
+Runtimes take and give flat lists of tensors; models take and give nested values. A :class:`Structure` describes a nested
+value without its classes, which a deployment machine may not have: dataclasses and mappings with attributes (a transformers
+``ModelOutput``) come back as :class:`Record`, which has its items as attributes, by key and by position.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from trimtab._internal.serialization import fields_from_json, fields_to_json
 from trimtab._internal.text import counted
@@ -25,24 +27,24 @@ from trimtab.errors import UsageError
 Kind = Literal["tensor", "constant", "tuple", "list", "dict", "namedtuple", "record"]
 T = TypeVar("T")
 NONFINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-"""Floats that JSON has no word for."""
+"""Floats that JSON cannot express, by their names."""
 
 
 class Record(dict[str, Any]):
-    """A dict whose items are also attributes and, by position, elements; stands in for a dataclass output."""
+    """A dict whose items are also attributes and elements by position; replaces a dataclass whose class is not at hand."""
 
     _class_name: str | None = None
-    """The class that it stands in for; a record of that class and the real thing have the same structure."""
+    """The class that it replaces. A record and an object of that class have equal structures."""
 
     @classmethod
     def of(cls, class_name: str | None, items: Iterable[tuple[str, Any]]) -> Record:
-        """A record that stands in for an object of the class ``class_name``."""
+        """A record that replaces an object of the class ``class_name``."""
         record = cls(items)
         record._class_name = class_name
         return record
 
     def __getattribute__(self, name: str) -> Any:
-        # an item may be called as a method of dict is, such as `values`
+        # an item may have the name of a method of dict, such as `values`
         own = name in self and not name.startswith("_")
         return dict.__getitem__(self, name) if own else super().__getattribute__(name)
 
@@ -59,27 +61,27 @@ class Record(dict[str, Any]):
         return Record.of, (self._class_name, list(dict.items(self)))
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The items by position, as transformers' outputs offer them."""
+        """The values in order; the method that transformers' outputs have."""
         return tuple(dict.values(self))
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """What a nested value looks like once its tensors are taken out."""
+    """A nested value without its tensors."""
 
     kind: Kind
     keys: tuple[str, ...] = ()
     items: tuple[Structure, ...] = ()
     value: bool | int | float | str | None = None
-    """The constant itself, for kind ``constant``; the class name, for ``namedtuple`` and ``record``."""
+    """The constant, for kind ``constant``; the class name, for ``namedtuple`` and ``record``."""
 
     @property
     def tensors(self) -> int:
-        """How many tensors the structure holds."""
+        """The number of tensors."""
         return 1 if self.kind == "tensor" else sum(item.tensors for item in self.items)
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields; a constant that is not finite is an object, ``{"float": "-inf"}``, as none may come back as another."""
+        """The fields. A constant that is not finite becomes ``{"float": "-inf"}``."""
         odd = isinstance(self.value, float) and not math.isfinite(self.value)
         return fields_to_json(self) | ({"value": {"float": repr(self.value)}} if odd else {})
 
@@ -88,7 +90,7 @@ class Structure:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            UsageError: it wrote no such thing.
+            UsageError: ``data`` was not written by :meth:`to_json`.
         """
         if not isinstance(data, Mapping) or not isinstance(value := data.get("value"), Mapping):
             return fields_from_json(cls, data)
@@ -100,11 +102,81 @@ class Structure:
 TENSOR = Structure("tensor")
 
 
+class Opened(NamedTuple):
+    """What a container holds."""
+
+    keys: Sequence[Any]
+    """The keys of a mapping, the field names of a dataclass or named tuple, the positions in a tuple or list."""
+    items: Sequence[Any]
+    rebuild: Callable[[Iterable[Any]], Any]
+    """Makes a container of the same class from other items, in the order of ``items``."""
+
+
+def opened(value: Any) -> Opened | None:
+    """The content of a container; ``None`` for anything else.
+
+    A container whose class cannot be rebuilt becomes a plain tuple or dict; a dataclass that is a mapping becomes a
+    :class:`Record`.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return Opened(range(len(value)), value, kind)
+    if kind is dict:
+        names = list(value)
+        return Opened(names, list(value.values()), lambda items: dict(zip(names, items, strict=True)))
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, (tuple, list)):
+        keys: Sequence[Any] = (isinstance(value, tuple) and _field_names(value)) or range(len(value))
+        return Opened(keys, list(value), functools.partial(_sequence_like, value))
+    if isinstance(value, Mapping):
+        keys = list(value)  # not values(), which may be the name of an item
+        return Opened(keys, [value[key] for key in keys], functools.partial(_mapping_like, value, keys))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        keys = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return Opened(keys, [getattr(value, key) for key in keys], functools.partial(_dataclass_like, value, keys))
+    return None
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """The items of a container, without those of containers inside it; none for anything else."""
+    found = opened(value)
+    return () if found is None else found.items
+
+
+def map_items(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same class with ``change(item)`` for each item; anything that is no container itself."""
+    found = opened(value)
+    return value if found is None else found.rebuild([change(item) for item in found.items])
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Everything in nested containers that is no container, in order."""
+    found = opened(value)
+    return [value] if found is None else [leaf for item in found.items for leaf in leaves_of(item)]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers, in order."""
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Copies of the nested containers, with ``change(tensor)`` for each tensor; other leaves are shared."""
+    return change(value) if isinstance(value, torch.Tensor) else map_items(value, lambda item: map_tensors(item, change))
+
+
+def cloned(value: T) -> T:
+    """Copies of the nested containers and their tensors; other leaves are shared."""
+    copied: T = map_tensors(value, torch.clone)
+    return copied
+
+
 def flatten(value: Any, where: str = "value") -> tuple[list[torch.Tensor], Structure]:
-    """Take the tensors out of ``value``, in order, and describe the rest.
+    """Take the tensors out of ``value``, in order, and describe the rest. ``where`` names ``value`` in errors.
 
     Raises:
-        UsageError: something inside is neither a tensor, a plain constant nor a known container; names the place.
+        UsageError: a leaf is neither a tensor nor a constant that JSON can hold, or a key is no string; names the place.
     """
     leaves: list[torch.Tensor] = []
     return leaves, _flatten(value, leaves, where)
@@ -120,7 +192,7 @@ def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
 
 
 def rearranged(structure: Structure, leaves: Sequence[torch.Tensor], like: Structure) -> tuple[Structure, list[torch.Tensor]]:
-    """Both with the keys of dicts in the order of ``like``, where they are the same ones: their order means nothing."""
+    """Structure and tensors with the keys of each dict in the order of ``like``, where both have the same keys."""
     if structure.kind != like.kind or len(structure.items) != len(like.items):
         return structure, list(leaves)
     keys, order = structure.keys, list(range(len(structure.items)))
@@ -137,7 +209,7 @@ def rearranged(structure: Structure, leaves: Sequence[torch.Tensor], like: Struc
 
 
 def difference(found: Structure, wanted: Structure, where: str) -> str | None:
-    """The first place at which two structures differ, ``where`` being the name of the whole, in a clause; ``None`` if none."""
+    """A clause about the first place where two structures differ; ``None`` if they are equal. ``where`` names the whole."""
     if found == wanted:
         return None
     if (found.kind, found.keys, len(found.items)) == (wanted.kind, wanted.keys, len(wanted.items)):
@@ -146,10 +218,10 @@ def difference(found: Structure, wanted: Structure, where: str) -> str | None:
         inside = (clause for part, one, other in rows if (clause := difference(one, other, f"{where}.{part}")))
         if clause := next(inside, None):
             return clause
-    return f"{where!r} is {_said(found)}, but this was built for {_said(wanted)}"
+    return f"{where!r} is {_described(found)}, but this was built for {_described(wanted)}"
 
 
-def _said(structure: Structure) -> str:
+def _described(structure: Structure) -> str:
     if structure.kind == "constant":
         return repr(structure.value)
     if structure.kind == "tensor":
@@ -160,19 +232,13 @@ def _said(structure: Structure) -> str:
 
 
 def handed_on(value: Any) -> Any:
-    """``value`` as every runtime gives it: the same tensors, in containers that need no class of the model's own."""
+    """``value`` as every runtime returns it: the same tensors in plain containers, named tuples and records."""
     leaves, structure = flatten(value, "the output")
     return unflatten(structure, leaves)
 
 
-def cloned(value: T) -> T:
-    """``value`` with copies of its tensors, in the containers that torch itself looks into; any other object stays as it is."""
-    copied: T = tree_map_only(torch.Tensor, torch.clone, value)
-    return copied
-
-
 def names(structure: Structure, name: str) -> list[str]:
-    """A name for each tensor of ``structure``: ``name`` itself for a single tensor, else dotted paths below it."""
+    """A name for each tensor of ``structure``: ``name`` for a single tensor, else dotted paths that begin with ``name``."""
     if structure.kind == "tensor":
         return [name]
     parts = structure.keys or tuple(str(i) for i in range(len(structure.items)))
@@ -184,33 +250,50 @@ def names(structure: Structure, name: str) -> list[str]:
 
 
 def classes(structure: Structure) -> dict[str, tuple[str, ...]]:
-    """The classes of which the fields are kept and the methods are not, each with its fields."""
+    """The field names of each named tuple and record, by class name. Methods of these classes are lost in a structure."""
     own = {str(structure.value): structure.keys} if structure.kind in ("namedtuple", "record") and structure.value else {}
     for item in structure.items:
         own |= classes(item)
     return own
 
 
-def opened(value: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | None:
-    """The parts of a container, and what makes a container of the same kind of others; ``None`` for anything else.
+def _sequence_like(value: Any, items: Iterable[Any]) -> Any:
+    """A tuple or list of the class of ``value``."""
+    if isinstance(value, list):
+        made = copy.copy(value)
+        made[:] = items
+        return made
+    try:
+        return getattr(type(value), "_make", type(value))(items)
+    except TypeError:
+        return tuple(items)
 
-    Mappings become plain dicts, or records where their items are attributes too. Other dataclasses are no containers.
-    """
-    if isinstance(value, tuple) and _field_names(value):
-        return list(value), getattr(type(value), "_make", type(value))
-    if isinstance(value, (tuple, list)):
-        return list(value), tuple if isinstance(value, tuple) else list
-    if not isinstance(value, Mapping):
-        return None
-    keys = list(value)
-    if isinstance(value, Record) or dataclasses.is_dataclass(value):
-        name = value._class_name if isinstance(value, Record) else type(value).__name__
-        return [value[key] for key in keys], lambda parts: Record.of(name, zip(keys, parts, strict=True))
-    return [value[key] for key in keys], lambda parts: dict(zip(keys, parts, strict=True))
+
+def _mapping_like(value: Mapping[Any, Any], keys: Sequence[Any], items: Iterable[Any]) -> Any:
+    """A mapping of the class of ``value``; a dict or ``UserDict`` keeps its attributes too."""
+    kind: Any = type(value)
+    pairs = list(zip(keys, items, strict=True))
+    try:
+        if not isinstance(value, (dict, collections.UserDict)):  # copy.copy() of others may share the items
+            return kind(dict(pairs))
+        made = copy.copy(value)
+        for key, item in pairs:
+            made[key] = item
+    except TypeError:  # its constructor has other arguments
+        return Record.of(kind.__name__, pairs) if dataclasses.is_dataclass(value) else dict(pairs)
+    return made
+
+
+def _dataclass_like(value: T, keys: Sequence[str], items: Iterable[Any]) -> T:
+    """A copy of a dataclass with other items in its fields. ``__post_init__`` does not run a second time."""
+    made = copy.copy(value)
+    for key, item in zip(keys, items, strict=True):
+        object.__setattr__(made, key, item)  # of frozen dataclasses too
+    return made
 
 
 def _field_names(value: tuple[Any, ...]) -> Sequence[str]:
-    """The fields of a named tuple, or of one of torch's own, which ``x.topk(5)`` gives; none of any other tuple."""
+    """The field names of a named tuple, or of a named result of torch such as that of ``x.topk(5)``; empty for other tuples."""
     kind = type(value)
     found: Sequence[str] = getattr(kind, "__match_args__" if kind.__module__ == "torch.return_types" else "_fields", ())
     return found
@@ -221,38 +304,35 @@ def _flatten(value: Any, leaves: list[torch.Tensor], where: str) -> Structure:
         leaves.append(value)
         return TENSOR
     if value is None or isinstance(value, (bool, int, float, str)):
-        # one NaN equals another only where it is the same object
+        # two NaN are equal in a comparison of tuples only if they are one object
         return Structure("constant", value=math.nan if value != value else value)
-    if isinstance(value, tuple) and (fields := _field_names(value)):
-        return _branch("namedtuple", dict(zip(fields, value, strict=True)), leaves, where, type(value).__name__)
-    if isinstance(value, (tuple, list)):
-        items = tuple(_flatten(item, leaves, f"{where}[{i}]") for i, item in enumerate(value))
+    if isinstance(value, (tuple, list)) and not (isinstance(value, tuple) and _field_names(value)):  # called often: no opened()
+        items = tuple([_flatten(item, leaves, f"{where}[{i}]") for i, item in enumerate(value)])
         return Structure("tuple" if isinstance(value, tuple) else "list", items=items)
-    if dataclasses.is_dataclass(value) and isinstance(value, Mapping):
-        return _branch("record", value, leaves, where, type(value).__name__)
-    if isinstance(value, Mapping):
-        if isinstance(value, Record):
-            return _branch("record", value, leaves, where, value._class_name)
-        return _branch("dict", value, leaves, where, None)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        shallow = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _branch("record", shallow, leaves, where, type(value).__name__)
+    found = opened(value)
+    if found is None:
+        raise UsageError(_refusal(value, where))
+    for key in found.keys:
+        if not isinstance(key, str):
+            raise UsageError(f"{where} has the key {key!r}; only string keys can cross to another runtime. Use those.")
+    pairs = zip(found.keys, found.items, strict=True)
+    items = tuple([_flatten(item, leaves, f"{where}[{key!r}]") for key, item in pairs])
+    kind: Kind = "namedtuple" if isinstance(value, tuple) else "dict"
+    name = type(value).__name__ if kind == "namedtuple" else None
+    if isinstance(value, Record) or dataclasses.is_dataclass(value):
+        kind, name = "record", value._class_name if isinstance(value, Record) else type(value).__name__
+    return Structure(kind, tuple(found.keys), items, name)
+
+
+def _refusal(value: Any, where: str) -> str:
+    """Why ``value`` cannot be in a structure, and what to use."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     fix = "Use tensors, numbers, strings, tuples, lists, dicts or dataclasses, or wrap the model so that its forward does."
     if kind == "numpy.ndarray":
         fix = "Make it a tensor: torch.from_numpy(array)."
-    if kind.startswith("transformers.cache_utils."):  # which every generative model of theirs returns unless told not to
+    if kind.startswith("transformers.cache_utils."):  # an output of every generative model, unless it is called without
         fix = "Give use_cache=False beside the other keyword inputs, and the model leaves it out."
-    raise UsageError(f"{where} is a {kind}, which cannot cross to another runtime. {fix}")
-
-
-def _branch(kind: Kind, value: Mapping[Any, Any], leaves: list[torch.Tensor], where: str, name: str | None) -> Structure:
-    for key in value:
-        if not isinstance(key, str):
-            raise UsageError(f"{where} has the key {key!r}; only string keys can cross to another runtime. Use those.")
-    # not by items(), as which one of the items may be called
-    items = tuple(_flatten(value[key], leaves, f"{where}[{key!r}]") for key in value)
-    return Structure(kind, tuple(value), items, name)
+    return f"{where} is a {kind}, which cannot cross to another runtime. {fix}"
 
 
 def _unflatten(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
@@ -274,5 +354,5 @@ def _unflatten(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
 
 @functools.lru_cache
 def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
-    """The class, made once: that takes as long as a small network."""
+    """A named tuple class; cached, because making one takes as long as a call of a small network."""
     return collections.namedtuple(name, fields)  # noqa: PYI024

@@ -1,4 +1,4 @@
-"""TorchScript within a model of Python's."""
+"""TorchScript and exported modules inside an ``nn.Module``."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from torch import fx, nn
 
 
 class Beside(nn.Module):
-    """Holds a script beside a module's registers: exporters would trip over parameters that are no ``nn.Parameter``."""
+    """Holds a TorchScript module as a plain attribute: exporters fail on registered parameters that are no ``nn.Parameter``."""
 
     def __init__(self, script: torch.jit.ScriptModule) -> None:
         super().__init__()
         self.__dict__["script"] = script.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the script."""
+        """Call the TorchScript module."""
         return self.script(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
-        """Put the script into the same mode."""
+        """Set the mode of the TorchScript module too."""
         self.__dict__["script"].train(mode)
         return super().train(mode)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the script has, for the module around it may ask for a weight or another method."""
+        """An attribute of the TorchScript module, such as a weight or another method."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             script = self.__dict__.get("script")
-            if script is None:  # while it is copied
+            if script is None:  # during a copy
                 raise
             return getattr(script, name)
 
 
 def beside(model: nn.Module) -> nn.Module:
-    """``model`` with every script that is registered within it, or is it, held beside the registers instead; in place."""
+    """``model`` with each TorchScript module in it wrapped in :class:`Beside`, in place; or ``model`` wrapped, if it is one."""
     if isinstance(model, torch.jit.ScriptModule):
         return Beside(model)
-    made = dict[torch.jit.ScriptModule, Beside]()  # a part may stand in several places
+    made = dict[torch.jit.ScriptModule, Beside]()  # a module may be registered several times
     for module in list(model.modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
@@ -50,11 +50,11 @@ def beside(model: nn.Module) -> nn.Module:
 
 
 REFUSING = ("train", "eval")
-"""Methods in whose place torch puts functions that refuse to be called."""
+"""Methods that torch replaces on exported modules by functions that raise."""
 
 
 def allow_modes(model: nn.Module) -> None:
-    """Let the exported parts of ``model`` be put into evaluation mode like any other, and be in it: by their graph they are."""
+    """Let ``train()`` and ``eval()`` work on exported modules in ``model``, and set evaluation mode, as in their graphs."""
     found = [
         part for part in model.modules() if isinstance(part, fx.GraphModule) and not vars(part).keys().isdisjoint(REFUSING)
     ]

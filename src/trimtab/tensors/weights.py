@@ -1,4 +1,4 @@
-"""What a model learned, wherever it keeps it."""
+"""The weights of a model: their tensors, bytes and rounding tolerance."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 HALVES = (torch.float16, torch.bfloat16)
 ROUNDINGS = 32
-"""Times the machine epsilon of its weights that a right form of a half-precision model may be off by."""
+"""Allowed relative error of a half-precision model, in machine epsilons of its weights."""
 
 
 def weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All parameters of ``model``, those of TorchScript that a module holds beside its registers too."""
+    """All parameters of ``model``, with those of TorchScript modules held as plain attributes."""
     yield from model.parameters()
     for module in model.modules():
         for value in vars(module).values():
@@ -23,12 +23,12 @@ def weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is made of other tensors and has no memory of its own, as the quantized weights of torchao are."""
+    """True for a wrapper subclass made of other tensors, such as the quantized weights of torchao."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that ``tensor`` is made of: itself, or what stands inside of one that is composed."""
+    """The plain tensors that ``tensor`` is made of: itself, or the inner tensors of a wrapper subclass."""
     if not is_composed(tensor):
         yield tensor
         return
@@ -37,24 +37,24 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a plain dense tensor, row by row; of its values as they are read, which may be conjugates of those kept."""
+    """The bytes of a dense tensor in row-major order, shape (bytes,), uint8; lazy conjugation and negation are applied."""
     return in_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
 def in_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes. One value counts as contiguous whatever its stride is, as where it was cut
-    from a column, and torch then has no bytes of it."""
+    """The memory of a contiguous tensor, shape (bytes,), uint8. ``as_strided`` is for tensors of one element, which are
+    contiguous with any stride and cannot be viewed otherwise."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def tolerance(model: nn.Module, least: float) -> float:
-    """What two right forms of ``model`` may differ by, relative to the largest value: ``least``, which is for float32, or what
-    some roundings of its half-precision weights come to."""
+    """Allowed difference of two correct forms of ``model``, relative to the largest value: ``least`` for float32, and
+    :data:`ROUNDINGS` machine epsilons for half-precision weights."""
     return max((ROUNDINGS * torch.finfo(w.dtype).eps for w in weights(model) if w.dtype in HALVES), default=least)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers; memory that several of them share counts once, packed quantized weights too."""
+    """Bytes of all parameters, buffers and packed quantized weights; shared memory counts once."""
     spans: dict[int, set[tuple[int, int]]] = {}
     sizes: dict[int, int] = {}
     others = 0
@@ -66,12 +66,12 @@ def weight_bytes(model: nn.Module) -> int:
         sizes[storage.data_ptr()] = storage.nbytes()
         start = tensor.storage_offset() * tensor.element_size()
         spans.setdefault(storage.data_ptr(), set()).add((int(start), tensor.numel() * tensor.element_size()))
-    # A transposed view is another span of the same bytes, hence never more than the whole storage.
+    # views may overlap: never more than the whole storage
     return others + sum(min(sum(size for _, size in found), sizes[key]) for key, found in spans.items())
 
 
 def _stored(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All tensors that hold weights, down to those inside tensor subclasses and packed quantized modules."""
+    """All tensors that hold weights, with those inside tensor subclasses and packed quantized modules."""
     for tensor in (*model.parameters(), *model.buffers()):
         yield from parts(tensor)
     for module in model.modules():
@@ -79,7 +79,7 @@ def _stored(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _packed(module: nn.Module) -> list[torch.Tensor]:
-    """Weight and bias of a module of torch.ao.nn.quantized, which gives them through methods."""
+    """Weight and bias of a module of torch.ao.nn.quantized, where they are methods."""
     methods = [getattr(module, name, None) for name in ("weight", "bias")]
     if not type(module).__module__.startswith("torch.ao.nn.") or not callable(methods[0]):
         return []

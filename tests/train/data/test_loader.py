@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import doctest
 import functools
 import multiprocessing
 import pathlib
@@ -25,6 +26,11 @@ from trimtab.train.distributed.data_sharding import share
 
 X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 400).astype(int) + 1
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(Loader, globs={"torch": torch, "Loader": Loader})
+    assert doctest.DocTestRunner().run(example) == (0, 5)
 
 
 class Augmented(Dataset[Any]):

@@ -7,7 +7,8 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_call_that_makes_no_sense_is_refused_at_once(arguments: Any, options: 
     [
         (
             "raise",
-            "The dataset raised on example 7: KeyError: 'no such file' (tests/train/data/test_loader_faults.py, line 35)",
+            "The dataset raised on example 7: KeyError: 'no such file' (tests/train/data/test_loader_faults.py, line 36)",
         ),
         ("shape", "Examples at 'image' cannot be joined to a batch: their shapes are (3, 4, 4), (3, 4, 5)"),
     ],
@@ -132,6 +133,45 @@ def test_too_little_shared_memory_is_said_and_not_waited_for() -> None:
     done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, timeout=120, check=False)
     assert "WorkloadError: A batch cannot be handed over: unable to" in done.stderr
     assert "(/dev/shm) is full" in done.stderr
+
+
+class Unpicklable(Dataset[Any]):
+    """Its examples hold something that no worker can send."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, place: int) -> Any:
+        return {"x": torch.zeros(2), "extra": self.make()}
+
+
+def first(examples: list[Any]) -> Any:
+    """A collate function that keeps whatever the examples hold."""
+    return {"x": torch.stack([example["x"] for example in examples]), "extra": examples[0]["extra"]}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: (place for place in range(3)), "A batch holds a generator, which a worker cannot send"),
+        (lambda: lambda: 3, "A batch holds a function, which a worker cannot send"),
+        (threading.Lock, "A batch holds a lock, which a worker cannot send"),
+        (lambda: torch.ones(2, requires_grad=True) * 2, "A batch holds a Tensor, which a worker cannot send"),
+    ],
+    ids=["generator", "function", "lock", "gradients"],
+)
+def test_a_batch_that_cannot_be_pickled_is_an_error_and_not_waited_for(make: Callable[[], Any], message: str) -> None:
+    data = Unpicklable(make)
+    loader = Loader(data, 2, workers=1, collate=first)
+    with pytest.raises(WorkloadError, match=message) as caught:
+        list(loader)
+    assert "or read in this process with workers=0" in str(caught.value)
+    assert len(list(Loader(data, 2, workers=0, collate=first))) == 2
+    data.make = dict
+    assert [batch["extra"] for batch in loader] == [{}, {}]
 
 
 @pytest.mark.parametrize(

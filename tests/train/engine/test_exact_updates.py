@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from trimtab.core.settings import DataSettings, MemorySettings, OptimizerSettings, Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.data.micro_batches import join
+from trimtab.train.data.batch_structure import join
 from trimtab.train.trainer import Trainer
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -22,10 +22,11 @@ from trimtab.core.settings import Settings
 from trimtab.core.workload import Training, Workload, user_code
 from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadError
 from trimtab.tensors.deepcopy import copied
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.auto_settings import OFF
 from trimtab.train.autotune.shadow_run import candidate, rounded
 from trimtab.train.data.loader_position import Seekable
-from trimtab.train.loss.adapter import Batch, examples, tensors
+from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.loss.loss_parity import BaselineLosses, late, shaken
 from trimtab.train.runtime.torch_settings import random_state
 from trimtab.train.runtime.train_modes import DropoutOff, changed_modules, float_buffers
@@ -265,7 +266,7 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
                 "through again and again, or a function that makes it."
             )
         found += some
-    if not any(tensors(batch) for batch in found):
+    if not any(tensors_of(batch) for batch in found):
         raise WorkloadError(f"The loader's batches hold no tensor: the first is {of_type(found[0])}. Let them hold tensors.")
     return found
 

@@ -27,10 +27,10 @@ from trimtab.execution.preloaded_imports import imports_noted
 from trimtab.execution.workload_transfer import authkey
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.remote import RemoteRunner, serve
+from trimtab.tensors.structure import tensors_of
 from trimtab.tensors.weights import raw
 from trimtab.train.checkpoint.checkpoints import SPARSE
 from trimtab.train.data.device_prefetch import stored
-from trimtab.train.loss.adapter import tensors
 from trimtab.train.loss.loss_parity import BaselineLosses, late
 
 LOSSES = "losses.json"
@@ -122,7 +122,7 @@ def _fingerprint(subject: TrainingSubject, reference: BaselineLosses | None = No
     )
     if reference is not None:
         digest.update(" ".join(f"{loss:.3g}" for loss in reference.losses[:8]).encode())
-    for tensor in tensors([trainer.model.state_dict(), list(subject.batches)]):  # a state may hold more than tensors
+    for tensor in tensors_of([trainer.model.state_dict(), list(subject.batches)]):  # a state may hold more than tensors
         if tensor.layout in SPARSE:
             digest.update(f"{tuple(tensor.shape)} {tensor.layout}".encode())
         for part in stored(tensor):

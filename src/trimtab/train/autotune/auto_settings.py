@@ -21,11 +21,12 @@ from trimtab.core.settings import Settings
 from trimtab.core.technique import PASSES, Pass
 from trimtab.errors import TrimtabError
 from trimtab.measure.pairs import Progress, compare
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.shadow_run import Round, ShadowRun, candidate, rounded, seconds_of, why_not_alone
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.peek import first_batches, kept_random
 from trimtab.train.engine.compiled_step import WORTH_S, CompiledStep, first_line
-from trimtab.train.loss.adapter import Batch, tensors
+from trimtab.train.loss.adapter import Batch
 from trimtab.train.loss.loss_parity import LOSSY, SHAKE, BaselineLosses, gradients_differ, parity, rounding
 from trimtab.train.optim.kernels import why_not
 from trimtab.train.run_context import RunContext
@@ -204,7 +205,7 @@ class _Decisions:
         self.batches = run.feed.batches = [move(batch) for batch in batches[:accumulate]]
         _, self.step_s = seconds_of(run)
         self.round_s, groups = self.step_s, -(-len(batches) // accumulate)
-        alike = len({tuple(tensor.shape for tensor in tensors(batch)) for batch in batches}) == 1
+        alike = len({tuple(tensor.shape for tensor in tensors_of(batch)) for batch in batches}) == 1
         if alike or groups * self.step_s > SECONDS / 40 or FEWEST_ROUNDS * self.step_s > self._seconds():
             return
         self.batches = run.feed.batches = [move(batch) for batch in batches]

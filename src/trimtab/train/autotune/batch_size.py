@@ -23,7 +23,7 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.hardware.system import free_mb
 from trimtab.measure.stats import median_interval
 from trimtab.measure.timer import synchronizer
-from trimtab.train.data.micro_batches import join, split
+from trimtab.train.data.batch_structure import join, split
 from trimtab.train.data.peek import untouched
 from trimtab.train.engine import setup
 from trimtab.train.engine.step import Step

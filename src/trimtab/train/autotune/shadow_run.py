@@ -17,11 +17,12 @@ from trimtab.core.signature import STORED
 from trimtab.errors import CompileError
 from trimtab.measure.timer import LocalRunner, synchronizer
 from trimtab.tensors.deepcopy import copied
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.batch_size import plan_for
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.peek import kept_random
 from trimtab.train.engine import setup
-from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
+from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.loss.loss_parity import shaken, too_coarse
 from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.optim.kernels import use_kernels
@@ -89,7 +90,7 @@ class ShadowRun:
         with kept_random():
             self.feed.begin(0)
             batches = [batch for group in self.feed.groups() for batch in group]
-            largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors(batch)))
+            largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch)))
             plan_for(self.step, self.model, largest, budget, device).apply()
 
     @property
@@ -180,7 +181,7 @@ def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidat
     model, objective = copies(context.model, context.objective)
     moved = mover(context.device)(batch)
     context.modes.train(model)
-    inputs = tuple(tensor for tensor in tensors(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
+    inputs = tuple(tensor for tensor in tensors_of(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
     enabled = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False  # torch would keep its choice per shape, so that cudnn_benchmark would not search
     try:

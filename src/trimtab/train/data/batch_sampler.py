@@ -1,7 +1,6 @@
-"""Which examples make up which batch: a pure function of the seed, the epoch, the rank and the number of ranks.
+"""The examples of each batch: a pure function of seed, epoch, rank and number of ranks.
 
-Nothing here reads data or keeps a state, so that an epoch can be taken up at any batch without what was before it.
-Imports no torch.
+No data is read and no state is kept, so that an epoch can start at any batch. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,30 +16,29 @@ from trimtab.errors import UsageError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 Index = slice | Indices
-"""The examples of one batch; a slice where they lie beside each other."""
+"""The examples of one batch; a slice if they are consecutive."""
 
 CLASS_WIDTH = 0.125
-"""Lengths that differ by less than this share count as equal, so that bucketed batches are mixed anew in each epoch.
+"""Lengths that differ by less than this share are one length class, so that bucketed batches differ from epoch to epoch.
 
-What it costs is padding of at most that share, half of it on average. With classes, and not with noise upon the lengths, every
-epoch has the same number of batches of the same sizes, which schedules rely on.
+The cost is padding of at most this share, half of it on average. With classes instead of noise on the lengths, every epoch
+has the same number of batches of the same sizes, on which schedules rely.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Where the batches of an epoch begin and end, for every rank.
+    """The bounds of the batches of an epoch, for every rank.
 
-    All ranks have the same number of batches. Examples are repeated only where fewer are left than there are ranks, and then
-    fewer than there are ranks.
+    All ranks have the same number of batches. Examples are repeated only if fewer than the number of ranks are left.
     """
 
     count: int
     """Examples."""
     bounds: Indices
-    """``(steps, ranks, 2)``: first and last place (exclusive) of each batch in the order of the epoch."""
+    """Shape (steps, ranks, 2): start and end (exclusive) of each batch in the order of the epoch."""
     classes: Indices | None = None
-    """The class of each example's length, by which the order of the epoch is sorted."""
+    """The length class of each example, by which the order of the epoch is sorted."""
     shuffle: bool = True
     seed: int = 0
 
@@ -49,7 +47,7 @@ class Order:
         return len(self.bounds)
 
     def epoch(self, epoch: int, rank: int, ranks: int | None = None) -> Epoch:
-        """The batches of one epoch for one rank, of ``ranks`` if those that this is the order of have begun it for others."""
+        """The batches of one epoch for one rank of ``ranks``; the default is the number of ranks of ``bounds``."""
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
         bounds, order = self.bounds, None
         if self.classes is not None or self.shuffle:
@@ -63,12 +61,12 @@ class Order:
 
     @property
     def batches(self) -> int:
-        """Of all ranks together."""
+        """Batches of all ranks together."""
         return int(self.bounds.shape[0] * self.bounds.shape[1])
 
     @property
     def used(self) -> int:
-        """The examples that one epoch goes through; the others differ from epoch to epoch if shuffled."""
+        """Examples that one epoch uses; with shuffling, each epoch leaves out others."""
         return min(self.count, int(self.bounds.max()))
 
 
@@ -87,14 +85,14 @@ class Epoch(Sequence[Index]):
     def __getitem__(self, index: Any) -> Any:
         """The examples of batch ``index``."""
         start, end = self.bounds[index].tolist()
-        if end > self.total:  # where the last ranks would have had nothing, they have the first examples again
+        if end > self.total:  # the last ranks repeat the first examples
             places = np.arange(start, end) % self.total
             return places if self.order is None else self.order[places]
         return slice(start, end) if self.order is None else self.order[start:end]
 
 
 def fixed(count: int, batch: int, ranks: int, *, drop_last: bool) -> Indices:
-    """The bounds of batches of ``batch`` examples each; what is left in the end is divided among the ranks."""
+    """The bounds of batches of ``batch`` examples; the rest is divided among the ranks."""
     starts = np.arange(ranks) * batch
     whole = np.arange(count // (batch * ranks))[:, None] * (batch * ranks) + starts
     bounds = np.stack([whole, whole + batch], axis=-1)
@@ -106,10 +104,10 @@ def fixed(count: int, batch: int, ranks: int, *, drop_last: bool) -> Indices:
 
 
 def within_budget(classes: Indices, batch: int | None, tokens: int, ranks: int) -> Indices:
-    """The bounds of batches of similar lengths, in the order of ``classes``: at most ``tokens`` tokens when padded.
+    """The bounds of batches of similar lengths, in the order of ``classes``, with at most ``tokens`` tokens after padding.
 
-    The batches that the ranks have at the same time are neighbours in length, so that none waits long for the others. Where the
-    number of batches is no multiple of the ranks, the largest are cut in two.
+    Ranks get batches of similar length at the same step, so that none waits long. If the number of batches is no multiple of
+    the ranks, the largest are halved.
     """
     ends = _fill(np.sort(classes), len(classes) if batch is None else batch, tokens)
     bounds = _halved(np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=-1), -len(ends) % ranks)
@@ -117,7 +115,7 @@ def within_budget(classes: Indices, batch: int | None, tokens: int, ranks: int) 
 
 
 def length_classes(lengths: Indices, most: int | None = None) -> Indices:
-    """For each length, an upper bound that it shares with those that are less than :data:`CLASS_WIDTH` shorter."""
+    """The length class of each length: the longest length in it. Classes are :data:`CLASS_WIDTH` wide."""
     steps = np.floor(np.log(np.maximum(lengths, 1)) / math.log1p(CLASS_WIDTH)).astype(np.int64)
     bounds = np.zeros(int(steps.max(initial=0)) + 1, np.int64)
     np.maximum.at(bounds, steps, lengths)
@@ -129,7 +127,7 @@ def check_lengths(lengths: Any, count: int, tokens: int | None) -> Indices:
     """The lengths as an array.
 
     Raises:
-        UsageError: they are not one whole number above zero for each example, or one is above the budget.
+        UsageError: ``lengths`` is not one non-negative integer per example, or one is above ``tokens``.
     """
     found = np.asarray(lengths)
     if found.shape != (count,):
@@ -148,12 +146,12 @@ def check_lengths(lengths: Any, count: int, tokens: int | None) -> Indices:
 
 
 def _shares(count: int, ranks: int) -> Indices:
-    """How many of ``count`` examples each rank gets; at least one, even if it has to be repeated."""
+    """Examples of ``count`` for each rank; at least one each, repeated if necessary."""
     return np.maximum((count + np.arange(ranks)[::-1]) // ranks, 1)
 
 
 def _fill(lengths: Indices, batch: int, tokens: int) -> Indices:
-    """Where batches end in ``lengths``, which are sorted, if each takes as many as fit."""
+    """The ends of batches in the sorted ``lengths``, each with as many examples as fit."""
     ends, start, count = [], 0, len(lengths)
     while start < count:
         guess = min(batch, max(tokens // max(int(lengths[start]), 1), 1), count - start)
@@ -164,7 +162,7 @@ def _fill(lengths: Indices, batch: int, tokens: int) -> Indices:
 
 
 def _halved(bounds: Indices, more: int) -> Indices:
-    """``bounds`` with the ``more`` batches of most examples cut in two, as far as they have more than one."""
+    """``bounds`` with the ``more`` largest batches halved, as far as they have two examples."""
     for _ in range(more):
         sizes = bounds[:, 1] - bounds[:, 0]
         largest = int(sizes.argmax())

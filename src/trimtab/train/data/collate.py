@@ -1,4 +1,4 @@
-"""From examples to a batch: stacked where they are alike, padded where they are sequences of unequal lengths."""
+"""Collate examples into a batch: equal shapes are stacked, sequences of unequal lengths are padded."""
 
 from __future__ import annotations
 
@@ -16,36 +16,33 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.loss.torch_losses import IGNORED
 
 LABELS = frozenset({"labels", "label_ids"})
-"""Keys whose padding is :data:`~trimtab.train.loss.torch_losses.IGNORED`, unless said otherwise: losses leave it out."""
+"""Keys padded with :data:`~trimtab.train.loss.torch_losses.IGNORED`, which losses leave out."""
 TARGETS = frozenset({"label", "target", "targets", "tags"})
-"""Keys of which the same holds where they hold whole numbers, and ``pad`` is not a number of your own."""
+"""Keys padded like :data:`LABELS` if they hold integers and ``pad`` is 0."""
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collate:
-    """Joins examples into a batch of the same structure, with a first axis for the examples.
+    """Collates examples into a batch of the same structure, with the examples along a new axis 0.
 
-    - Tensors, arrays, numbers and lists of numbers become tensors. Python's floats become torch's default type, since models
-      are of that type. What differs in its first axis only, as sequences of tokens do, is padded to the longest.
-    - Mappings become dicts; tuples, named tuples and lists of other things keep their form. They are joined item by item.
+    - Tensors, arrays, numbers and lists of numbers become tensors. Python floats get torch's default dtype. Sequences that
+      differ in their first axis only are padded to the longest.
+    - Mappings become dicts; tuples, named tuples and lists of other values keep their form. Each item is collated.
     - Everything else, such as strings and ``None``, becomes a list.
-
-    ``Collate()(examples)`` raises a :class:`~trimtab.errors.WorkloadError` that names the item and its shapes where they cannot
-    be joined.
     """
 
     pad: float | Mapping[str | int, float] = 0
-    """What sequences are filled up with; or by key (in tuples, by place), then 0 for the others. ``labels`` get -100 anyway.
-    So do whole numbers that are targets, the second of a pair or by name, where nothing but 0 is said: 0 is a class, too."""
+    """The padding value, or one by key (by position in tuples), with 0 for other keys. ``labels`` are padded with -100. So are
+    integer targets, by name or as the second of a pair, unless ``pad`` is another number than 0: 0 is a class too."""
     mask: str | None = None
-    """A key to be added to mappings: 1 for what is real, 0 for padding, int64, of the shape of the padded ``of``."""
+    """A key to add to mappings: an int64 mask, 1 for tokens and 0 for padding, of shape (examples, padded length)."""
     of: str = "input_ids"
-    """Which item the mask is made for."""
+    """The key of the item that the mask describes."""
     multiple: int = 1
-    """Padded lengths of tokens are rounded up to a multiple of this, 8 or 64 for the sake of a GPU's matrix units."""
+    """Padded lengths of tokens are rounded up to a multiple of this; 8 or 64 suits the matrix units of GPUs."""
     side: Literal["right", "left"] = "right"
-    """Where the padding is; generation needs it on the left."""
+    """The side of the padding; generation needs the left."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.multiple, int) or self.multiple < 1:
@@ -57,12 +54,12 @@ class Collate:
         """The batch of ``examples``.
 
         Raises:
-            WorkloadError: they have different keys, or shapes that differ in more than the first axis.
+            WorkloadError: examples differ in keys, in types, or in another axis than the first; names the item.
         """
         return self.join(examples)
 
     def join(self, items: Sequence[Any], path: tuple[str | int, ...] = (), *, targets: bool = False) -> Any:
-        """The batch of ``items``, which stand at ``path`` in their examples, perhaps as the targets there."""
+        """The batch of ``items``, which are at ``path`` in their examples; ``targets``: they are targets."""
         first = items[0]
         if isinstance(first, (torch.Tensor, np.ndarray)) and not _is_text(first):
             return self._tensors(_as_tensors(items, path), path, targets)
@@ -141,7 +138,7 @@ class Collate:
 
 
 def _padded(batch: torch.Tensor, missing: int, value: float, side: str) -> torch.Tensor:
-    """``batch`` with its second axis longer by ``missing``."""
+    """``batch`` with its second axis padded by ``missing``."""
     amounts = (missing, 0) if side == "left" else (0, missing)
     return functional.pad(batch, [0, 0] * (batch.dim() - 2) + list(amounts), value=value)
 
@@ -150,7 +147,7 @@ def _as_tensors(items: Sequence[Any], path: tuple[str | int, ...]) -> list[torch
     found = [item if isinstance(item, torch.Tensor) else _as_tensor(item, path) for item in items]
     kinds = {tensor.dtype for tensor in found if tensor.numel()}
     if len(kinds) > 1 or (len(kinds) == 1 and any(not tensor.numel() for tensor in found)):
-        widest = max(kinds, key=lambda kind: (kind.is_floating_point, kind.itemsize))  # an empty list has no type of its own
+        widest = max(kinds, key=lambda kind: (kind.is_floating_point, kind.itemsize))  # an empty list has no dtype
         found = [tensor.to(widest) for tensor in found]
     return found
 
@@ -180,14 +177,14 @@ def _numbers(items: Sequence[Any], path: tuple[str | int, ...]) -> torch.Tensor:
 
 
 def _is_numbers(item: Any) -> bool:
-    """Whether a list is a sequence of numbers, perhaps nested, as tokenizers give them."""
+    """True for a list, nested or not, whose first leaf is a number."""
     while isinstance(item, list) and item:
         item = item[0]
     return isinstance(item, _NUMBERS)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether it is of whole numbers that may be below zero."""
+    """True for a tensor of signed integers."""
     return tensor.dtype.is_signed and not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -196,7 +193,7 @@ def _is_text(item: Any) -> bool:
 
 
 def _has(joined: Any, key: str) -> bool:
-    """Whether a mapping anywhere in a batch has ``key``."""
+    """True if any mapping in a batch has ``key``."""
     if isinstance(joined, Mapping):
         return key in joined or any(_has(item, key) for item in joined.values())
     return isinstance(joined, (tuple, list)) and any(_has(item, key) for item in joined)

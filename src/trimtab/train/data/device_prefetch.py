@@ -1,4 +1,4 @@
-"""How batches get to the device: on a CPU they are there, a GPU has them copied while it still works on the one before."""
+"""Copy batches to the device; to a GPU asynchronously, while it computes on the batch before."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from trimtab.tensors.structure import items_of, map_items, tensors_of
 from trimtab.train.checkpoint.checkpoints import SPARSE
-from trimtab.train.data.batch_structure import rebuilt
-from trimtab.train.loss.adapter import Batch, opaque, tensors
+from trimtab.train.loss.adapter import Batch
 
 Move = Callable[[Batch], Batch]
 
 
 def mover(device: torch.device, *, channels_last: bool = False) -> Move:
-    """A function that puts every tensor of a batch on ``device``, images in the layout that the model has.
+    """A function that copies every tensor of a batch to ``device``, 4-D tensors in channels-last layout if asked.
 
-    Objects with a ``to`` of their own, such as packed sequences and transformers' encodings, move themselves.
+    Objects with a method ``to``, such as packed sequences and transformers' encodings, move themselves.
     """
 
     def move(batch: Batch) -> Batch:
@@ -30,19 +30,19 @@ def mover(device: torch.device, *, channels_last: bool = False) -> Move:
             return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
         if callable(getattr(batch, "to", None)):
             moved = copy.copy(batch).to(device, **_unwaited(type(batch)))  # some change themselves
-            return rebuilt(moved, move) if channels_last and isinstance(moved, Mapping) else moved
-        return rebuilt(batch, move)
+            return map_items(moved, move) if channels_last and isinstance(moved, Mapping) else moved
+        return map_items(batch, move)
 
     return move if channels_last or device.type != "cpu" else _same
 
 
 def _unwaited(kind: Any) -> dict[str, bool]:
-    """What ``to`` of such an object takes to be told that nobody waits for the copy."""
+    """The argument of ``to`` that makes the copy asynchronous, if this class has it."""
     if issubclass(kind, PackedSequence):
         return {"non_blocking": True}
     try:
         takes = inspect.signature(kind.to).parameters
-    except (TypeError, ValueError, AttributeError):  # one of C, or of the object alone
+    except (TypeError, ValueError, AttributeError):  # written in C, or an instance attribute
         return {}
     return {"non_blocking": True} if "non_blocking" in takes else {}
 
@@ -52,32 +52,32 @@ def _same(batch: Batch) -> Batch:
 
 
 class Transfer:
-    """Moves each batch when its turn comes: :meth:`start` with the epoch's batches, then :meth:`arrive` with each it gives."""
+    """Moves one batch at a time: :meth:`start` with the batches of an epoch, :meth:`arrive` with each item that it yields."""
 
     def __init__(self, move: Move) -> None:
         self.move = move
 
     def start(self, batches: Iterator[Batch], *, ahead: bool) -> Iterator[Any]:
-        """What :meth:`arrive` takes, for each of ``batches``. Only if ``ahead`` may they be read before their turn."""
+        """An item for :meth:`arrive` per batch. With ``ahead``, batches may be read early."""
         return batches
 
     def arrive(self, coming: Any) -> Batch:
-        """The batch, on the device and ready for what the current stream does next."""
+        """The batch on the device, ready for the current stream."""
         return self.move(coming)
 
 
 class _Coming(NamedTuple):
-    """A batch that a stream is still copying."""
+    """A batch under copy, and the event of its end."""
 
     batch: Batch
     copied: torch.cuda.Event
 
 
 class StreamTransfer(Transfer):
-    """Copies on a CUDA stream of its own, one batch ahead, so that the copy runs beside the computation.
+    """Copies one batch ahead on a CUDA stream of its own, in parallel with the computation.
 
-    It takes page-locked memory for that (``Loader`` and ``DataLoader(pin_memory=True)`` give it): a copy from other memory
-    keeps the host waiting, though not the device. Otherwise only the stream that computes waits for the copy.
+    Copies are asynchronous from page-locked memory only, as of ``Loader`` and ``DataLoader(pin_memory=True)``: a copy from
+    other memory blocks the host, but not the device.
 
     Source: CUDA C++ Best Practices Guide, "Asynchronous and Overlapping Transfers with Computation"; on
     ``Tensor.record_stream``, torch's notes on CUDA semantics, "CUDA streams".
@@ -87,15 +87,15 @@ class StreamTransfer(Transfer):
         super().__init__(move)
         self.device = device
         self._opaque = False
-        """Whether any batch was."""
+        """Whether any batch so far was opaque."""
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, batches: Iterator[Batch], *, ahead: bool) -> Iterator[Any]:
-        """Each of ``batches``, its copy under way."""
+        """The batches, each with its copy begun."""
         under_way: deque[_Coming] = deque()
         for batch in batches:
             if (sent := self._try_to_send(batch)) is None and under_way:
-                yield from _drained(under_way)  # there is no room beside them
+                yield from _drained(under_way)  # no memory for another batch beside them
             under_way.append(sent or self._send(batch))
             del sent
             if len(under_way) > ahead:
@@ -103,28 +103,28 @@ class StreamTransfer(Transfer):
         yield from _drained(under_way)
 
     def arrive(self, coming: Any) -> Batch:
-        """The batch; the current stream goes on once it is there."""
+        """The batch; the current stream waits for its copy."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(coming.copied)
-        for tensor in tensors(coming.batch):
+        for tensor in tensors_of(coming.batch):
             if tensor.is_cuda:
-                _used_by(tensor, current)  # its memory belongs to the copying stream, which must not reuse it too early
+                _used_by(tensor, current)  # the copying stream owns the memory and must not reuse it too early
         return coming.batch
 
     def _try_to_send(self, batch: Batch) -> _Coming | None:
-        """The same as :meth:`_send`; nothing where memory does not suffice."""
+        """As :meth:`_send`; ``None`` if GPU memory does not suffice."""
         try:
             return self._send(batch)
         except torch.OutOfMemoryError:
             return None
 
     def _send(self, batch: Batch) -> _Coming:
-        if there := [tensor for tensor in tensors(batch) if tensor.is_cuda]:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still be making them
+        if there := [tensor for tensor in tensors_of(batch) if tensor.is_cuda]:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still compute them
             for tensor in there:
                 _used_by(tensor, self.stream)
-        self._opaque |= opaque(batch)
-        if self._opaque:  # nothing is known of their tensors, whose memory is used again only after what was computed with it
+        self._opaque |= _opaque(batch)
+        if self._opaque:  # record_stream cannot reach their tensors: wait for the computation
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             moved = self.move(batch)
@@ -133,23 +133,30 @@ class StreamTransfer(Transfer):
         return _Coming(moved, copied)
 
 
+def _opaque(batch: Batch) -> bool:
+    """True if ``batch`` holds an object that moves itself to a device, and may hold tensors that are in no container."""
+    if isinstance(batch, (torch.Tensor, Mapping, tuple, list)):
+        return any(map(_opaque, items_of(batch)))
+    return callable(getattr(batch, "to", None)) or any(map(_opaque, items_of(batch)))
+
+
 def _drained(under_way: deque[_Coming]) -> Iterator[_Coming]:
-    """All of them, none of which is kept any longer."""
+    """The batches, each removed before it is yielded."""
     while under_way:
         yield under_way.popleft()
 
 
 def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of ``tensor`` from others until ``stream`` has done what it has to do now."""
+    """Do not reuse the memory of ``tensor`` before ``stream`` has finished its present work."""
     for part in stored(tensor):
         part.record_stream(stream)
 
 
 def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the memory of ``tensor``: itself, or what a sparse one is made of, which has none."""
+    """The tensors that own the memory of ``tensor``: itself, or the components of a sparse tensor."""
     return [getattr(tensor, name)() for name in SPARSE[tensor.layout]] if tensor.layout in SPARSE else [tensor]
 
 
 def transfer_for(device: torch.device, move: Move) -> Transfer:
-    """The transfer that fits ``device``."""
+    """The transfer for ``device``."""
     return StreamTransfer(move, device) if device.type == "cuda" else Transfer(move)

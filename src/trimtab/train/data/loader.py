@@ -1,9 +1,11 @@
-"""Batches for training: their order is known in advance, so that they can be read fast, ahead, and again from anywhere."""
+"""A data loader whose order is a function of seed and epoch, so that a run resumes within an epoch to the bit."""
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -11,64 +13,75 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from trimtab._internal.text import counted
+from trimtab._internal.text import counted, of_type
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.tensors.structure import leaves_of, map_tensors
 from trimtab.train.data.batch_sampler import Epoch, Order, check_lengths, fixed, length_classes, within_budget
-from trimtab.train.data.batch_structure import inside, rebuilt
 from trimtab.train.data.collate import Collate
 from trimtab.train.data.readers import Job, Reader, seeded, source_of
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.runtime.random_generators import datasets_of
 
 BATCH = 32
-"""Examples per batch where nothing is said."""
+"""Default number of examples per batch."""
+_PICKLING = (pickle.PickleError, TypeError, AttributeError, ValueError, RuntimeError, OSError, LookupError)
+"""Errors of pickling. A DataLoader passes on any other that a user's ``__reduce__`` raises."""
 
 
 class Loader:
-    """Batches of ``dataset``, gone through once per epoch.
+    """Batches of a dataset. Each iteration is one epoch.
 
-    The order is a function of seed, epoch, rank and the number of ranks, and nothing else: :meth:`seek` begins anywhere without
-    reading what was before. Random numbers that the dataset draws from torch's (CPU), numpy's or Python's global generators
-    depend on seed, epoch, batch and rank only, so that an augmentation repeats after a resumption, and is the same for any
-    number of workers; the generators of the caller are left alone. Generators that the dataset keeps to itself are not seen to.
+    The order depends on seed, epoch, rank and number of ranks only. :meth:`seek` starts at any batch without reading those
+    before it. While an example is read, the global random generators of torch (CPU), numpy and Python are seeded from seed,
+    epoch, batch and rank, and restored afterwards: augmentation is the same after a resume and for any number of workers.
+    Generators that the dataset owns are not seeded.
+
+    Example:
+        >>> inputs, labels = torch.randn(10, 3), torch.arange(10)
+        >>> loader = Loader((inputs, labels), batch=4, seed=1)
+        >>> [tuple(x.shape) for x, y in loader]
+        [(4, 3), (4, 3), (2, 3)]
+        >>> loader.seek(epoch=1, batch=2)  # as a resumed run does
+        >>> len(list(loader))
+        1
 
     Args:
-        dataset: examples, read by place. Arrays are read a batch at a time: a tensor, a tuple or a mapping of tensors, numpy
-            arrays (also memory-mapped ones) or :class:`~trimtab.train.data.memory_mapped.MappedTensors`, a ``TensorDataset``
-            or a part of
-            one; a mapping may hold lists too, as tokenizers give them. So is a dataset with ``__getitems__``, whose answer
-            is joined if it is a list and else is the batch itself. Of everything else, such as a list, each ``dataset[i]`` is
-            an example.
+        dataset: one of
+
+            - columns, read a batch at a time: a tensor, a tuple or mapping of tensors, numpy arrays (memory-mapped ones too) or
+              :class:`~trimtab.train.data.memory_mapped.MappedTensors`, a ``TensorDataset`` or a ``Subset`` of one. A mapping
+              may hold lists, as those of tokenizers do;
+            - a dataset with ``__getitems__``. A list that it returns is collated; anything else is the batch;
+            - any other dataset or list, where each ``dataset[i]`` is an example.
         batch: examples per batch and rank; 32, or with ``tokens`` as many as fit.
-        shuffle: whether each epoch has an order of its own.
-        seed: what order and augmentation depend on.
-        drop_last: whether the last batch is left out where it is smaller. Otherwise what is left is divided among the ranks,
-            and examples are repeated only where fewer are left than there are ranks. With ``tokens`` it changes nothing,
-            because no batch is incomplete.
-        workers: processes that read; 0 reads in this one.
+        shuffle: whether to draw a new order in each epoch.
+        seed: seed of the order and of augmentation.
+        drop_last: leave out an incomplete last batch. Otherwise its examples are divided among the ranks; examples are repeated
+            only if there are fewer than ranks. No effect with ``tokens``, which leaves no incomplete batch.
+        workers: reader processes; 0 reads in this process.
         prefetch: batches that each worker reads ahead.
-        pin: whether batches lie in page-locked memory, which GPUs copy from without waiting; ``None``: if there is a GPU.
-        persistent: whether workers live on after an epoch; not if the dataset has a ``set_epoch()``, which they would not hear,
-            nor once it has grown.
-        in_order: whether batches come in the order of the epoch. Otherwise whichever is ready comes first, and a resumption
-            in mid-epoch may leave out a few batches and repeat others.
-        collate: joins a list of examples; :class:`~trimtab.train.data.collate.Collate` if not given.
-        lengths: of each example: an array, or a function of an example. Batches are then made of examples of similar length
-            (within an eighth), mixed anew in each epoch; every epoch has the same number of batches.
-        tokens: most tokens per batch, padding included: the number of examples times the length of the longest. Needs
-            ``lengths``.
-        rank: of this process among those that share the data; from ``torch.distributed`` if not given, or 0.
-        size: how many processes share the data.
+        pin: put batches into page-locked memory, from which copies to a GPU are asynchronous; ``None``: if there is a GPU.
+        persistent: keep workers after an epoch. They are renewed if the dataset has a ``set_epoch()``, which would not reach
+            them, or has grown.
+        in_order: yield batches in the order of the epoch. Otherwise they come as they are ready, and a run that resumes within
+            an epoch may skip a few batches and repeat others.
+        collate: makes a batch of a list of examples; default :class:`~trimtab.train.data.collate.Collate`.
+        lengths: the length of each example: an array, or a function of an example. Examples of a batch then have similar
+            lengths (within an eighth); batches are drawn anew in each epoch, always the same number.
+        tokens: most tokens per batch with padding: examples times the longest length. Needs ``lengths``.
+        rank: rank of this process among those that share the data; default that of ``torch.distributed``, or 0.
+        size: number of processes that share the data.
 
     Raises:
-        UsageError: the dataset is empty or cannot be read by place, columns or lengths differ in number, an example is longer
-            than ``tokens``, or a number makes no sense.
-        WorkloadError: when gone through: the dataset raised, a worker died, or examples cannot be joined.
+        UsageError: the dataset is empty or has no ``dataset[i]``, columns or lengths differ in number, an example is longer
+            than ``tokens``, or a number is out of range.
+        WorkloadError: in an iteration: the dataset raised, examples cannot be collated, a worker died, or a batch cannot be
+            pickled by a worker.
     """
 
     sharded: ClassVar[bool] = True
-    """It divides the data among processes by itself."""
+    """The loader divides the data among processes itself."""
 
     def __init__(
         self,
@@ -103,8 +116,7 @@ class Loader:
         if self.batch is None and tokens is None:
             self.batch = BATCH
         self.begun_by: int | None = None
-        """How many processes have begun the epoch that is sought next, where that was another number: which examples make up
-        which batch then stays what it was."""
+        """The number of processes that began the next epoch, if it differs from now: batches then keep their examples."""
         self._orders: dict[tuple[int, int], Order] = {}
         self._next = (0, 0)
         self._turn = 0
@@ -114,17 +126,17 @@ class Loader:
         self._order(self._place()[1])
 
     def __len__(self) -> int:
-        """Batches per epoch on this rank; the same in every epoch and on every rank, but for one that others have begun."""
+        """Batches per epoch on this rank, equal on all ranks; another number only in an epoch that other ranks began."""
         rank, size = self._place()
         return len(range(rank, self._order(self.begun_by or size).batches, size))
 
     def seek(self, epoch: int, batch: int) -> None:
-        """Make the next iteration begin at that batch of that epoch; those that follow take the next epochs."""
+        """Start the next iteration at this batch of this epoch, both from 0. Later iterations are the epochs after it."""
         _check_numbers(0, epoch=epoch, batch=batch)
         self._next = (epoch, batch)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the next epoch, or from where :meth:`seek` said."""
+        """The batches of the next epoch, or from the place of :meth:`seek`."""
         (epoch, start), (rank, size) = self._next, self._place()
         self._next, self._turn = (epoch + 1, 0), self._turn + 1
         jobs = _Jobs(self._order(self.begun_by or size).epoch(epoch, rank, size), start, (self.seed, epoch, rank))
@@ -134,7 +146,7 @@ class Loader:
         return self._here(jobs)
 
     def retune(self, *, workers: int | None = None, prefetch: int | None = None, pin: bool | None = None) -> None:
-        """Read in another way from the next iteration on; the batches stay the same."""
+        """Change how batches are read from the next iteration on. The batches stay the same."""
         _check_numbers(0, workers=workers)
         _check_numbers(prefetch=prefetch)
         self.workers = self.workers if workers is None else workers
@@ -145,21 +157,21 @@ class Loader:
     def close(self) -> None:
         """End the workers; the next iteration starts new ones."""
         self._turn += 1
-        self._pool = None  # its iterator ends the processes when it goes
+        self._pool = None  # freeing its iterator ends the processes
 
     def _here(self, jobs: _Jobs) -> Iterator[Batch]:
-        """Read in this process."""
+        """Batches that this process reads."""
         pinned = self._pins()
         for job in jobs:
             batch = self._reader[job]
-            yield _pinned(batch) if pinned else batch
+            yield map_tensors(batch, _pinned) if pinned else batch
 
     def _elsewhere(self, jobs: _Jobs, turn: int) -> Iterator[Batch]:
-        """Have the workers read."""
+        """Batches that workers read."""
         self._jobs.become(jobs)
         now = (self.workers, self.prefetch, self._pins(), len(self._source))
-        told = any(hasattr(dataset, "set_epoch") for dataset in datasets_of(self))  # of which workers have copies
-        if self._pool is None or not self.persistent or told or self._started != now:
+        stale = any(hasattr(dataset, "set_epoch") for dataset in datasets_of(self))  # workers have copies without the new epoch
+        if self._pool is None or not self.persistent or stale or self._started != now:
             self._pool, self._started = self._start(), now
         batches = iter(self._pool)
         while True:
@@ -169,26 +181,26 @@ class Loader:
                 batch = next(batches)
             except StopIteration:
                 return
-            except (RuntimeError, OSError, EOFError) as error:  # the latter two where it died as its batch was on its way
+            except (RuntimeError, OSError, EOFError) as error:  # the last two if the worker died while it sent a batch
                 raise self._died(error) from error
             if isinstance(batch, _Failure):
                 self.close()
-                del batches  # ends the workers now, and not when the traceback goes, in an order in which they cannot be told
+                del batches  # ends the workers now; the traceback would keep them alive
                 raise batch.error()
             yield batch
 
     def _start(self) -> DataLoader[Batch]:
         return DataLoader(
-            _Guarded(self._reader),
+            _InWorker(self._reader),
             sampler=self._jobs,
-            batch_size=None,  # what the sampler gives is a whole batch already
+            batch_size=None,  # the sampler gives whole batches
             collate_fn=_same,
             num_workers=self.workers,
             prefetch_factor=self.prefetch,
             pin_memory=self._pins(),
             persistent_workers=self.persistent,
             in_order=self.in_order,
-            generator=torch.Generator(),  # it would draw a seed from the caller's
+            generator=torch.Generator(),  # the default draws a seed from the global generator
         )
 
     def _died(self, error: Exception) -> WorkloadError:
@@ -202,7 +214,7 @@ class Loader:
         return torch.cuda.is_available() if self.pin is None else self.pin
 
     def _place(self) -> tuple[int, int]:
-        """This process's rank, and how many there are."""
+        """The rank of this process, and the number of ranks."""
         together = distributed.is_available() and distributed.is_initialized()
         size = self.size if self.size is not None else distributed.get_world_size() if together else 1
         rank = self.rank if self.rank is not None else distributed.get_rank() if together and self.size is None else 0
@@ -235,7 +247,7 @@ class Loader:
         return self._orders[key]
 
     def _lengths(self, lengths: Any, collate: Any) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """The length that each example has once it is padded to a multiple."""
+        """The length of each example, rounded up to the collate function's multiple."""
         if lengths is None:
             if self.tokens is not None:
                 raise UsageError("tokens=... needs lengths=..., an array or a function such as lambda x: len(x['input_ids']).")
@@ -247,18 +259,18 @@ class Loader:
         return check_lengths(-(-found // multiple) * multiple, len(self._source), self.tokens)
 
     def _length(self, function: Callable[[Any], int], place: int) -> int:
-        """What the user's function says of the example at ``place``."""
+        """The length of the example at ``place`` by the user's function."""
         example = self._source.example(place)
         with user_code(f"lengths raised on example {place}"):
             return function(example)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the running workers, which stay with this process."""
+        """The state without workers, which belong to this process."""
         return {**self.__dict__, "_pool": None, "_jobs": _Jobs([])}
 
 
 class _Jobs:
-    """The batches of an epoch from one of them on; what a DataLoader takes for a sampler."""
+    """The sampler of the inner DataLoader: one job per batch of an epoch, from batch ``start`` on."""
 
     def __init__(self, epoch: Epoch | Sequence[Any], start: int = 0, seed: tuple[int, ...] = ()) -> None:
         self.epoch, self.start, self.seed = epoch, start, seed
@@ -270,28 +282,28 @@ class _Jobs:
         return (Job((*self.seed, place), self.epoch[place]) for place in range(self.start, len(self.epoch)))
 
     def become(self, other: _Jobs) -> None:
-        """Persistent workers keep their sampler, so it is the sampler that changes."""
+        """Take the jobs of ``other``: a DataLoader with persistent workers keeps its sampler object."""
         self.epoch, self.start, self.seed = other.epoch, other.start, other.seed
 
 
 class _Failure(NamedTuple):
-    """What went wrong in a worker. As a value it crosses whole; torch would put the traceback into the message."""
+    """An error in a worker, sent as a value. As an exception, torch would put its traceback into the message."""
 
     message: str
     trace: str
 
     def error(self) -> WorkloadError:
-        """The error to raise here; its note holds the worker's traceback."""
+        """The error to raise in this process, with the worker's traceback as a note."""
         error = WorkloadError(self.message)
         error.add_note(f"In the process that read the data:\n{self.trace}")
         return error
 
 
-class _Guarded(Reader):
-    """A reader in a worker, whose errors are answers.
+class _InWorker(Reader):
+    """A reader in a worker. Returns its errors, and pickles its batches itself.
 
-    What is read is put into shared memory here: where that is left to the batch's way out and there is too little of it,
-    nobody is told, and the batch is waited for without end.
+    A DataLoader pickles batches in a thread of the worker. If that fails, as for an object without pickle support or without
+    room in shared memory, the batch is never sent, and the parent process waits for it for ever.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -299,11 +311,51 @@ class _Guarded(Reader):
 
     def __getitem__(self, job: Job) -> Batch:
         try:
-            batch = super().__getitem__(job)
-            _share(batch)
-            return batch
+            return _Pickled(super().__getitem__(job))
         except (WorkloadError, UsageError) as error:
             return _Failure(str(error), "".join(traceback.format_exception(error)))
+
+
+class _Pickled:
+    """A batch as bytes; its tensors are in shared memory. It unpickles as the batch.
+
+    Raises:
+        WorkloadError: the batch cannot be pickled, or there is no room in shared memory.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        try:
+            self.content = bytes(ForkingPickler.dumps(batch))
+        except _PICKLING as error:
+            raise WorkloadError(_unsent(batch, error)) from error
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (self.content,)
+
+
+def _unsent(batch: Batch, error: Exception) -> str:
+    """Why a worker cannot send ``batch``, and what to do."""
+    if isinstance(error, OSError) or (isinstance(error, RuntimeError) and str(error).startswith("unable to ")):
+        return (
+            f"A batch cannot be handed over: {error}. The shared memory of this machine (/dev/shm) is full, or a process "
+            "may open no more files. Give more of it, as docker run --shm-size=2g does, fewer workers, or less prefetch."
+        )
+    found = next((leaf for leaf in leaves_of(batch) if not _picklable(leaf)), batch)
+    return (
+        f"A batch holds {of_type(found)}, which a worker cannot send to this process: {type(error).__name__}: {error}. Leave "
+        "it out of the batch, make it picklable, or read in this process with workers=0."
+    )
+
+
+def _picklable(leaf: Any) -> bool:
+    """True if ``leaf`` can be pickled. Tensors count as picklable unless they carry gradients: trying it would share them."""
+    if isinstance(leaf, torch.Tensor):
+        return not leaf.requires_grad or leaf.is_leaf
+    try:
+        ForkingPickler.dumps(leaf)
+    except _PICKLING:
+        return False
+    return True
 
 
 def _check_numbers(least: int = 1, **numbers: int | None) -> None:
@@ -316,26 +368,5 @@ def _same(batch: Batch) -> Batch:
     return batch
 
 
-def _share(batch: Batch) -> None:
-    """Put the tensors of ``batch`` into shared memory.
-
-    Raises:
-        WorkloadError: there is too little.
-    """
-    if type(batch) is not torch.Tensor:
-        for item in inside(batch):
-            _share(item)
-    elif batch.is_cpu and batch.layout == torch.strided and not batch.is_nested and batch.untyped_storage().nbytes():
-        try:
-            batch.share_memory_()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise WorkloadError(
-                f"A batch cannot be handed over: {error}. The shared memory of this machine (/dev/shm) is full, or a process "
-                "may open no more files. Give more of it, as docker run --shm-size=2g does, fewer workers, or less prefetch."
-            ) from error
-
-
-def _pinned(batch: Batch) -> Batch:
-    if not isinstance(batch, torch.Tensor):
-        return rebuilt(batch, _pinned)
-    return batch.pin_memory() if batch.device.type == "cpu" and batch.layout == torch.strided else batch
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout == torch.strided else tensor

@@ -1,4 +1,4 @@
-"""Loaders that begin anywhere, and loaders that keep their own position: what a resumed run goes on from."""
+"""Protocols of loaders that a run can resume within an epoch: seekable and stateful ones."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from trimtab.core.workload import user_code
 
 @runtime_checkable
 class Seekable(Protocol):
-    """A loader whose order depends on nothing but the epoch, so that it can begin anywhere without reading what was before.
+    """A loader whose order depends on the epoch only, so that it can start at any batch without reading those before.
 
-    It draws from no random generator but its own, so that it does not matter when its batches are read.
+    It draws from its own random generators only, so that batches may be read early.
     """
 
     def seek(self, epoch: int, batch: int) -> None:
-        """Make the next iteration begin at that batch of that epoch."""
+        """Start the next iteration at this batch of this epoch."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A loader that keeps its own position, as torchdata's StatefulDataLoader does."""
+    """A loader that saves its own position, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, after the batches that it has given."""
+        """The position after the batches given so far."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make the next iteration go on from there."""
+        """Start the next iteration at a position of :meth:`state_dict`."""
 
 
 def is_stateful(batches: Any) -> TypeGuard[Stateful]:
-    """Whether a resumed run goes by the position that the loader keeps, not by :meth:`Seekable.seek` or by reading again."""
+    """True if a run resumes from the loader's own position, not with :meth:`Seekable.seek`."""
     return isinstance(batches, Stateful) and not isinstance(batches, Seekable)
 
 
@@ -43,7 +43,7 @@ def state_of(batches: Any) -> dict[str, Any] | None:
 
 
 def load_state(batches: Any, state: dict[str, Any]) -> None:
-    """Put ``batches`` where ``state`` says, now: torchdata's loader would do it, and draw, when it is next gone through."""
+    """Restore ``state`` at once: torchdata's loader would do so, and draw random numbers, in the next iteration."""
     with user_code("The loader's load_state_dict() raised"):
         batches.load_state_dict(state)
         batches.state_dict()

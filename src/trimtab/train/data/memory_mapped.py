@@ -1,4 +1,4 @@
-"""Arrays on disk that are used as if they were in memory: no reading before the first batch, and one copy for all processes."""
+"""Memory-mapped arrays: nothing is read before the first batch, and all processes share one copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADER, SCHEMA = "tensors.json", 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """How one tensor lies in its file: one element after the other, as this kind of machine has them."""
+    """One tensor in its file: contiguous, in native byte order."""
 
     file: str
     dtype: str
@@ -33,13 +33,13 @@ class _Entry:
 
 
 class MappedTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name that lie in the files of a folder, mapped into memory: ``Loader(MappedTensors(folder))``.
+    """Tensors by name, mapped from the files of a folder: ``Loader(MappedTensors(folder))``.
 
-    The system reads what is touched and forgets it when memory is short; all processes of a machine share it, workers too, to
-    whom only the name of the folder goes. What is written to a tensor stays with the process and never reaches the disk.
+    The system reads pages on access and drops them when memory is short. All processes of a machine share the pages; a worker
+    gets the path of the folder only. Writes to a tensor are private to the process.
 
     Raises:
-        StorageError: there is no such folder, or it is damaged.
+        StorageError: the folder is missing or damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -48,14 +48,13 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
     @classmethod
     def write(cls, folder: str | os.PathLike[str], arrays: Mapping[str, Any]) -> MappedTensors:
-        """Write ``arrays`` and open them.
+        """Write ``arrays`` into a new folder and open them. The folder appears when all files are complete.
 
-        Each is a tensor, an array, or an iterable of either that are put one behind the other, so that what does not fit into
-        memory can be written too. The folder appears when all is written.
+        Each value is a tensor, an array, or an iterable of parts, concatenated along axis 0, for data larger than memory.
 
         Raises:
-            UsageError: the folder exists, a name is no file name, or parts of one array differ in type or shape.
-            StorageError: it cannot be written.
+            UsageError: the folder exists, a name is no identifier, or parts of one array differ in dtype or shape.
+            StorageError: the folder cannot be written.
         """
         place = path_of(folder, "folder", "data/train")
         if os.path.exists(place):
@@ -83,11 +82,11 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return iter(self._tensors)
 
     def __len__(self) -> int:
-        """How many tensors there are, not how many rows they have."""
+        """The number of tensors, not of rows."""
         return len(self._tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process maps the files itself."""
+        """Pickle the path; the other process maps the files itself."""
         return type(self), (self.folder,)
 
 
@@ -118,7 +117,7 @@ def _mapped(folder: pathlib.Path, entry: _Entry) -> torch.Tensor:
 
 
 def _write(path: pathlib.Path, name: str, array: Any) -> _Entry:
-    """Write ``array``, part by part."""
+    """Write ``array`` part by part."""
     dtype: torch.dtype | None = None
     shape: torch.Size | None = None
     rows = 0

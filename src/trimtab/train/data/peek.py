@@ -1,4 +1,4 @@
-"""Looking at the first batches of a loader without using them up."""
+"""Read the first batches of a loader without consuming them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from trimtab.train.runtime.random_generators import generators_of, set_states, s
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
 
 PATIENCE_S = 2.0
-"""After so many seconds no further batch is waited for."""
+"""Seconds after which no further batch is read."""
 
 
 def first_batches(loader: Iterable[Batch], count: int, what: str = "The loader raised") -> tuple[list[Batch], Iterable[Batch]]:
-    """Up to ``count`` batches from the beginning of ``loader``, fewer where it is slow, and a loader that still has them all.
+    """Up to ``count`` first batches of ``loader``, fewer if it is slow, and a loader that still has them all.
 
-    Generators of random numbers, torch's own and those of the loader and its samplers, are put back, so that the run draws what
-    it would have drawn, and so is the position of a loader that keeps one. What can be gone through only once gets its batches
-    put back in front.
+    Random generators, global ones and those of the loader and its samplers, are restored, and so is the position of a stateful
+    loader. An iterator gets its batches chained in front.
 
     Raises:
         WorkloadError: reading them failed; the message begins with ``what``.
@@ -38,7 +37,7 @@ def first_batches(loader: Iterable[Batch], count: int, what: str = "The loader r
 
 @contextlib.contextmanager
 def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Iterator[Iterable[Batch]]:
-    """A block that gets what gives the batches of ``loader``, from their beginning; no random generator shows it afterwards.
+    """A loader for a block, from the first batch on; random generators and position are restored afterwards.
 
     Raises:
         WorkloadError: reading them failed; the message begins with ``what``.
@@ -49,7 +48,7 @@ def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Itera
         state = state_of(loader)
         peeked = copy.copy(loader) if isinstance(loader, torch.utils.data.DataLoader) and state is None else loader
         if peeked is not loader:
-            set_workers(peeked, running=False)  # it has workers of its own: random numbers of those that stay go on
+            set_workers(peeked, running=False)  # the copy starts its own: the generators of running workers must not advance
         try:
             with user_code(what):
                 if isinstance(loader, Seekable):
@@ -63,7 +62,7 @@ def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Itera
 
 @contextlib.contextmanager
 def kept_random() -> Iterator[None]:
-    """A block whose random numbers leave no trace."""
+    """Restore the global random generators after a block."""
     before = random_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How the examples of a batch are read: all at once where the dataset allows it, else one by one."""
+"""Read the examples of a batch from a dataset: at once if it allows that, else one by one."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from trimtab.train.loss.adapter import Batch
 
 Column = torch.Tensor | Sequence[Any]
 _STILL = (list, tuple, range)
-"""Sequences that give what they hold; those of other classes, also of classes made from these, may run code for each item."""
+"""Sequences that run no user code when an item is read; subclasses may."""
 _COLUMNS = user_code("The columns of the dataset could not be read")
 
 
 class Source(Protocol):
-    """A dataset that is read in batches."""
+    """A dataset, read in batches."""
 
     draws: bool
-    """Whether reading runs code that may draw random numbers."""
+    """Whether reading runs user code, which may draw random numbers."""
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
 
     def read(self, index: Index) -> Batch:
         """The batch of these examples.
 
         Raises:
-            WorkloadError: an example cannot be read, or they cannot be joined.
+            WorkloadError: an example cannot be read, or examples cannot be collated.
         """
 
     def example(self, place: int) -> Any:
-        """One example, as it is when lengths are to be taken."""
+        """One example, for a function that measures its length."""
 
 
 class Columns:
-    """Data that lies in arrays, one row per example: a batch is one selection from each, and never a view of them."""
+    """Arrays with a row per example. A batch is a copy of some rows of each, never a view."""
 
     def __init__(self, columns: Mapping[Any, Column], build: Callable[[dict[Any, Any]], Batch], collate: Collate) -> None:
         self.columns, self.build, self.collate = columns, build, collate
@@ -72,7 +72,7 @@ class Columns:
             return self.build({name: self._take(name, column, places) for name, column in self.columns.items()})
 
     def example(self, place: int) -> Any:
-        """One row of each."""
+        """One row of each column."""
         with _COLUMNS:
             return self.build({name: column[place] for name, column in self.columns.items()})
 
@@ -81,7 +81,7 @@ class Columns:
             if isinstance(places, slice):
                 return column[places].clone()
             if column.is_cuda:
-                places = places.pin_memory().to(column.device, non_blocking=True)  # nobody waits for the copy
+                places = places.pin_memory().to(column.device, non_blocking=True)  # an asynchronous copy
             elif not column.is_cpu:
                 places = places.to(column.device)
             return column.index_select(0, places)
@@ -90,7 +90,7 @@ class Columns:
 
 
 class Examples:
-    """A dataset that is asked for each example, or for a list of them where it has ``__getitems__``."""
+    """A dataset read with ``__getitems__(places)`` if it has that, else with ``dataset[place]``."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
         self.dataset, self.collate = dataset, collate
@@ -101,7 +101,7 @@ class Examples:
         return len(self.dataset)
 
     def read(self, index: Index) -> Batch:
-        """The batch of these examples. What ``__getitems__`` gives is joined if it is a list, and else is the batch itself."""
+        """The batch of these examples. A list from ``__getitems__`` is collated; anything else is the batch."""
         places = list(range(index.start, index.stop)) if isinstance(index, slice) else index.tolist()
         found: Any = []
         if self._many is not None:
@@ -115,13 +115,13 @@ class Examples:
             return self.collate(found) if isinstance(found, list) else found
 
     def example(self, place: int) -> Any:
-        """What the dataset gives."""
+        """``dataset[place]``."""
         with user_code(f"The dataset raised on example {place}"):
             return self.dataset[place]
 
 
 class Chosen:
-    """Some of the rows of columns, as :func:`torch.utils.data.random_split` gives them."""
+    """Some of the rows of columns, such as a part of :func:`torch.utils.data.random_split`."""
 
     def __init__(self, source: Columns | Chosen, indices: Sequence[int]) -> None:
         self.source, self.indices = source, np.asarray(indices, np.int64)
@@ -140,20 +140,20 @@ class Chosen:
 
 
 class Job(NamedTuple):
-    """One batch to be read: which examples, and what random numbers that are drawn meanwhile depend on."""
+    """One batch to read: the seed of random numbers drawn meanwhile, and the examples."""
 
     seed: tuple[int, ...]
     places: Index
 
 
 class Reader(Dataset[Batch]):
-    """Reads batches, here or in a worker process: the same batch for the same :class:`Job`, whoever reads it and when."""
+    """Reads batches, in this process or in a worker. The batch depends on the :class:`Job` only."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
 
     def __getitem__(self, job: Job) -> Batch:
-        """The batch of ``job``; the random generators of this process are as they were afterwards."""
+        """The batch of ``job``; the global random generators are restored afterwards."""
         if not self.source.draws:
             return self.source.read(job.places)
         with seeded(job.seed):
@@ -162,10 +162,10 @@ class Reader(Dataset[Batch]):
 
 @contextlib.contextmanager
 def seeded(seed: Sequence[int]) -> Iterator[None]:
-    """A block in which Python's, numpy's and torch's CPU generators start from ``seed``; they are put back afterwards."""
+    """Seed the global generators of Python, numpy and torch (CPU) in a block, and restore them afterwards."""
     before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
     first, second, third = np.random.SeedSequence(seed).generate_state(3).tolist()
-    torch.default_generator.manual_seed(first)  # torch.manual_seed would seed the GPUs too, which nobody puts back
+    torch.default_generator.manual_seed(first)  # torch.manual_seed would seed GPUs too
     np.random.seed(second)
     random.seed(third)
     try:
@@ -180,19 +180,19 @@ def source_of(dataset: Any, collate: Callable[[list[Any]], Batch] | None) -> Sou
     """The fastest way to read ``dataset``.
 
     Raises:
-        UsageError: it cannot be read by place, or its columns differ in length.
+        UsageError: the dataset has no ``len()`` and ``dataset[i]``, or its columns differ in length.
     """
     joining = Collate() if collate is None else collate
     if not callable(joining):
         raise UsageError(f"collate is {of_type(joining)}; give a function of a list of examples.")
-    plain = joining if type(joining) is Collate and joining.mask is None else None  # a mask is made of whole examples
+    plain = joining if type(joining) is Collate and joining.mask is None else None  # a mask needs whole examples
     columns = _arrays(dataset, plain or Collate())
     if columns is not None and plain is not None:
         return columns
     whole = dataset
     while type(whole) is Subset:
         whole = whole.dataset
-    if columns is not None and isinstance(whole, (Mapping, tuple)):  # of which no place is an example
+    if columns is not None and isinstance(whole, (Mapping, tuple)):  # dataset[i] is a column, not an example
         dataset = _Rows(columns)
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
@@ -203,7 +203,7 @@ def source_of(dataset: Any, collate: Callable[[list[Any]], Batch] | None) -> Sou
 
 
 def _arrays(dataset: Any, collate: Collate) -> Columns | Chosen | None:
-    """``dataset``, or what it is a part of, as columns, if it is made of arrays."""
+    """``dataset``, or the whole of a ``Subset``, as columns; ``None`` if it is not made of arrays."""
     if type(dataset) is not Subset:
         return _columns(dataset, collate)
     whole = _arrays(dataset.dataset, collate)
@@ -211,7 +211,7 @@ def _arrays(dataset: Any, collate: Collate) -> Columns | Chosen | None:
 
 
 class _Rows(Sequence[Any]):
-    """Columns as a sequence of examples, for those who join them on their own."""
+    """Columns as a sequence of examples, for a collate function of the user."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -224,7 +224,7 @@ class _Rows(Sequence[Any]):
 
 
 class _reading(user_code):
-    """Names the example at which the user's dataset raised: the one after those that were ``found``."""
+    """Names the example at which the dataset raised: the one after those in ``found``."""
 
     def __init__(self, places: list[int], found: list[Any]) -> None:
         super().__init__("")
@@ -237,7 +237,7 @@ class _reading(user_code):
 
 
 def _columns(dataset: Any, collate: Collate) -> Columns | None:
-    """``dataset`` as columns, if it is made of arrays."""
+    """``dataset`` as columns; ``None`` if it is not made of arrays."""
     if type(dataset) is TensorDataset:
         dataset = dataset.tensors
     if _is_array(dataset):
@@ -246,21 +246,21 @@ def _columns(dataset: Any, collate: Collate) -> Columns | None:
         build = functools.partial(_tuple, type(dataset))
         return Columns(dict(enumerate(map(_column, dataset))), build, collate)
     if isinstance(dataset, Mapping) and dataset and all(map(_is_column, dataset.values())):
-        mapped = isinstance(dataset, MappedTensors)  # which crosses to another process as the name of its folder
+        mapped = isinstance(dataset, MappedTensors)  # pickles as the path of its folder
         columns = dataset if mapped else {name: _column(column) for name, column in dataset.items()}
         return Columns(columns, _same, collate)
     return None
 
 
 def _column(column: Any) -> Column:
-    """An array of numbers as a tensor upon the same memory, anything else as it is."""
+    """An array of numbers as a tensor that shares its memory; anything else unchanged."""
     if not isinstance(column, np.ndarray) or column.dtype.kind not in "biufc":
         found: Column = column
         return found
     if not column.dtype.isnative or any(stride < 0 for stride in column.strides):
         column = np.ascontiguousarray(column, column.dtype.newbyteorder("="))
-    column = np.asarray(column)  # a memory-mapped one too; numpy's own class does nothing for us
-    with warnings.catch_warnings():  # torch warns of memory that must not be written to; nobody does, for batches are copies
+    column = np.asarray(column)  # drops the class numpy.memmap
+    with warnings.catch_warnings():  # torch warns of read-only memory; batches are copies
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(column)
 

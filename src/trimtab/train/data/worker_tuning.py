@@ -1,4 +1,4 @@
-"""How many workers a loader should have: found by going through it with the consumer's own step."""
+"""Tune the number of workers of a loader by timing it with the step that consumes its batches."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from trimtab.train.data.loader import Loader
 from trimtab.train.loss.adapter import Batch
 
 BLOCK_S = 0.1
-"""Time of one sample, or of three batches if these take longer."""
+"""Seconds of one sample; three batches if these take longer."""
 NEGLIGIBLE = 0.02
-"""Where waiting for data is less than this share of a step, no way of reading is worth a process."""
+"""Share of a step spent waiting for data below which no worker is tried."""
 CLOSE = 1.03
-"""Among ways that are this close to the fastest, that with the fewest processes is taken."""
+"""Ratio to the fastest time within which the way with the fewest processes is chosen."""
 MOST_ROUNDS = 15
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Way:
-    """One way to read; in the order of what it costs."""
+    """One way to read. Ways sort by cost."""
 
     workers: int
     prefetch: int = 2
 
     def __str__(self) -> str:
-        """In words."""
+        """Words for a person."""
         many = f"{self.workers} worker{'s' * (self.workers != 1)}"
         return many + (f", prefetch {self.prefetch}" if self.workers else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderTuning:
-    """What :func:`tune_loader` found."""
+    """The result of :func:`tune_loader`."""
 
     loader: Loader
-    """Reads in the best way from now on; its batches are what they were."""
+    """The loader, set to the best way; its batches are unchanged."""
     best: Way
     times: dict[Way, Interval]
-    """Milliseconds per batch, the step included."""
+    """Milliseconds per batch with its step."""
     reasons: tuple[str, ...]
     """A sentence for each alternative."""
 
     def __str__(self) -> str:
-        """The sentences, a line each."""
+        """The reasons, one a line."""
         return "\n".join(self.reasons)
 
 
@@ -64,21 +64,20 @@ def tune_loader(
     most_workers: int | None = None,
     **options: Any,
 ) -> LoaderTuning:
-    """Find the number of workers and the prefetch factor with which ``step`` gets its batches fastest, here and now.
+    """Find the number of workers and the prefetch factor with the shortest time per batch and step on this machine.
 
-    The ways take turns, forth and back, so that a slow spell of the machine hits all of them. Batches that were read while a
-    way did not have its turn are not counted. The order and the random numbers of the loader are not touched, nor is pinning,
-    whose gain is in the copy to a GPU.
+    The ways take turns, forward and backward, so that a slow phase of the machine affects all of them. Batches that were read
+    between the turns of a way are not timed. Order, random numbers and pinning of the loader do not change.
 
     Args:
         data: a :class:`Loader`, which is set to the best way; or a dataset, for which one is made with ``options``.
-        step: what uses a batch, such as one update of a copy of the model, since it competes with the workers for the cores; or
-            how many seconds it takes on a device that leaves the cores alone.
-        seconds: about how long it may take, the start of the workers included.
-        most_workers: the most to try; if not given, as many as there are cores.
+        step: a function of a batch, such as one update of a copy of the model, which competes with the workers for cores; or
+            its seconds on a device that does not use the cores.
+        seconds: approximate time of the tuning, with the start of workers.
+        most_workers: most workers to try; default the number of cores.
 
     Raises:
-        UsageError: the dataset or the options make no sense.
+        UsageError: the dataset or an option is refused.
         WorkloadError: the dataset raised.
     """
     if not seconds > 0:
@@ -97,12 +96,12 @@ def tune_loader(
     fastest = min(interval.value for interval in times.values())
     best = min(way for way, interval in times.items() if interval.value <= fastest * CLOSE)
     loader.retune(workers=best.workers, prefetch=best.prefetch)
-    told = [_told(way, interval, best, times) for way, interval in times.items()]
-    return LoaderTuning(loader=loader, best=best, times=times, reasons=(*told, *reasons))
+    timed = [_sentence(way, interval, best, times) for way, interval in times.items()]
+    return LoaderTuning(loader=loader, best=best, times=times, reasons=(*timed, *reasons))
 
 
 class _Trial:
-    """One way of reading, and what it took so far."""
+    """One way of reading, and its times so far."""
 
     def __init__(self, loader: Loader, way: Way, use: Callable[[Batch], object]) -> None:
         self.way, self.use = way, use
@@ -111,11 +110,11 @@ class _Trial:
         self.samples: list[float] = []
         """Milliseconds per batch."""
         self.waited = 0.0
-        """Share of the last sample that went into waiting."""
+        """Share of the last sample spent waiting for data."""
         self._batches: Iterator[Batch] | None = None
 
     def sample(self) -> None:
-        """Go through some batches; those that were ready before are used, but not counted."""
+        """Time some batches; those read before this turn are used, but not timed."""
         if self._batches is None:
             self._batches = _endless(self.loader)
         for _ in range(1 + self.way.workers * self.way.prefetch):
@@ -128,14 +127,14 @@ class _Trial:
             waited += time.perf_counter() - asked
             self.use(batch)
             count += 1
-        _wait_for_gpu()  # a step that was only asked for has not used its batch
+        _wait_for_gpu()  # kernels run asynchronously
         took = time.perf_counter() - began
         self.samples.append(took / count * 1e3)
         self.waited = waited / took
 
 
 def _measure(trials: list[_Trial], deadline: float) -> list[str]:
-    """Let ``trials`` take turns until ``deadline``; sentences for those that never had one."""
+    """Let ``trials`` take turns until ``deadline``; sentences about those that had none."""
     trials[0].sample()
     if trials[0].waited < NEGLIGIBLE:
         share = f"{trials[0].waited:.1%} of the time goes into waiting for data with {trials[0].way}"
@@ -149,7 +148,7 @@ def _measure(trials: list[_Trial], deadline: float) -> list[str]:
 
 
 def _ways(most_workers: int | None) -> list[Way]:
-    """Every alternative, the cheapest first."""
+    """All ways, the cheapest first."""
     most = usable_cores() if most_workers is None else most_workers
     if most < 0:
         raise UsageError(f"most_workers is {most}; it must be at least 0.")
@@ -157,7 +156,7 @@ def _ways(most_workers: int | None) -> list[Way]:
     return [Way(0)] + [Way(count, ahead) for count in counts for ahead in (2, 4)]
 
 
-def _told(way: Way, interval: Interval, best: Way, times: dict[Way, Interval]) -> str:
+def _sentence(way: Way, interval: Interval, best: Way, times: dict[Way, Interval]) -> str:
     figures = f"{way}: {interval.value:.3g} ms per batch ({interval.low:.3g} to {interval.high:.3g})"
     if way == best:
         return f"{figures}; chosen."
@@ -173,7 +172,7 @@ def _endless(loader: Loader) -> Iterator[Batch]:
 
 
 def _wait_for_gpu() -> None:
-    """Until what was asked of any GPU is done, whichever the step runs on; one that nobody has used yet is not woken."""
+    """Synchronize every GPU that this process has used."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     for index in range(torch.cuda.device_count()):
@@ -182,7 +181,7 @@ def _wait_for_gpu() -> None:
 
 
 def _waiting(seconds: float) -> Callable[[Batch], object]:
-    """A step on a device that leaves the cores alone."""
+    """A step that sleeps, like one on a device that does not use the cores."""
     if seconds < 0:
         raise UsageError(f"step is {seconds}; a step cannot take less than no time.")
     return lambda batch: time.sleep(seconds) if seconds else None

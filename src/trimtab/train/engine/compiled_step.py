@@ -12,8 +12,9 @@ from torch import nn
 
 from trimtab.core.settings import Settings
 from trimtab.core.technique import require
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
-from trimtab.train.loss.adapter import Batch, LossAdapter, tensors
+from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import Clock
 from trimtab.train.runtime.world import World
@@ -58,7 +59,7 @@ class CompiledStep(Step):
         """:meth:`Step.gradients`, compiled if that is possible."""
         if self.model is self.plain:
             return super().gradients(batches)
-        shapes = tuple(tensor.shape for batch in batches for tensor in tensors(batch))
+        shapes = tuple(tensor.shape for batch in batches for tensor in tensors_of(batch))
         before = None if shapes in self._met else ForwardState(self.plain, self.objective.module)
         try:
             found = super().gradients(batches)

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab.errors import TrimtabError, WorkloadError
-from trimtab.train.data.batch_structure import length
-from trimtab.train.data.micro_batches import split
+from trimtab.tensors.batch_axis import length
+from trimtab.train.data.batch_structure import split
 from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.loss.loss_parity import ROUNDING, rounding

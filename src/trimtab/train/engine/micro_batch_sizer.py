@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from trimtab.errors import WorkloadError
+from trimtab.tensors.batch_axis import length
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.batch_size import parts, search_micro_batch
-from trimtab.train.data.batch_structure import length
 from trimtab.train.data.micro_batches import MicroBatcher, split
 from trimtab.train.distributed.process_group import PeerMemoryError
 from trimtab.train.engine.loss_additivity import ADVICE, Compared, compare
 from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
-from trimtab.train.loss.adapter import Batch, examples, tensors
+from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import out_of_memory, said
 
@@ -224,4 +225,4 @@ def _inseparable(batch: Batch) -> str | None:
 
 def elements_of(batch: Batch) -> int:
     """Elements in all tensors of ``batch``."""
-    return sum(map(torch.Tensor.numel, tensors(batch)))
+    return sum(map(torch.Tensor.numel, tensors_of(batch)))

@@ -12,7 +12,7 @@ from torch import nn
 
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.data.batch_structure import rebuilt
+from trimtab.tensors.structure import map_tensors
 from trimtab.train.data.loader_position import Seekable
 from trimtab.train.data.micro_batches import has_workers, keeps_workers, set_workers
 from trimtab.train.data.peek import first_batches, kept_random
@@ -150,7 +150,7 @@ class _Answers:
             loss, weight, outputs = self.world.looked(ask)
             if context.metrics and outputs is None:
                 outputs = _outputs(context.model, batch, context.metrics)
-        return loss.detach(), weight, _detached(outputs) if gradients else outputs
+        return loss.detach(), weight, map_tensors(outputs, torch.Tensor.detach) if gradients else outputs
 
 
 @contextlib.contextmanager
@@ -167,11 +167,6 @@ def _evaluating(*modules: nn.Module | None) -> Iterator[None]:
             module.train(mode)  # some do more than set a flag, such as undo what eval() merged
         for module, mode in modes:
             module.training = mode
-
-
-def _detached(outputs: Any) -> Any:
-    """``outputs`` detached from the graph of their gradients."""
-    return outputs.detach() if isinstance(outputs, torch.Tensor) else rebuilt(outputs, _detached)
 
 
 def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:

@@ -5,7 +5,6 @@ Exact gradient accumulation and data-parallel training need the weights: a mean 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import re
@@ -22,7 +21,8 @@ from trimtab._internal.text import counted, of_type
 from trimtab._internal.validation import refuses
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.data.batch_structure import fields_of, inside, length, uneven, with_fields
+from trimtab.tensors.batch_axis import length, uneven
+from trimtab.tensors.structure import map_items, tensors_of
 from trimtab.train.loss import torch_losses
 from trimtab.train.loss.torch_losses import IGNORED
 
@@ -250,41 +250,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def fresh(batch: Batch) -> Batch:
-    """A copy of the dicts, lists, tuples and dataclasses of ``batch``, with its own tensors and other leaves in them."""
-    if isinstance(batch, torch.Tensor):
-        return batch
-    if isinstance(batch, tuple) and not isinstance(batch, PackedSequence):
-        items = [
-            item if isinstance(item, torch.Tensor) else fresh(item) for item in batch
-        ]  # a shortcut: this runs in each update
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    if (found := fields_of(batch)) is not None:
-        return with_fields(batch, {name: fresh(item) for name, item in found.items()})
-    if not isinstance(batch, (dict, UserDict, list)):
-        return batch
-    made: Any = copy.copy(batch)  # keeps the attributes of subclasses
-    for key, item in enumerate(batch) if isinstance(batch, list) else batch.items():
-        made[key] = fresh(item)
-    return made
-
-
-def tensors(batch: Batch) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    found: list[torch.Tensor] = []
-    for item in batch if isinstance(batch, PackedSequence) else inside(batch):
-        found += [item] if isinstance(item, torch.Tensor) else tensors(item)
-    return found
-
-
-def opaque(batch: Batch) -> bool:
-    """True if ``batch`` holds an object with a method ``to``, whose tensors are not among :func:`tensors`."""
-    if isinstance(batch, torch.Tensor):
-        return False
-    if isinstance(batch, (Mapping, tuple, list)):
-        return any(map(opaque, batch.values() if isinstance(batch, Mapping) else batch))
-    return callable(getattr(batch, "to", None)) or any(map(opaque, inside(batch)))
+    """Copies of the nested containers of ``batch``. Tensors, other leaves and mappings that are no dict are shared."""
+    shared = isinstance(batch, Mapping) and not isinstance(batch, (dict, UserDict))
+    return batch if shared else map_items(batch, fresh)
 
 
 def examples(batch: Batch) -> int:
@@ -365,7 +333,7 @@ def _shifts(model: nn.Module) -> bool:
 
 def _ignores(batch: Batch) -> bool:
     """True if a label is ``IGNORED``: among the targets, or in the whole batch if the targets are not known."""
-    found = tensors(batch[1] if is_pair(batch) else batch)
+    found = tensors_of(batch[1] if is_pair(batch) else batch)
     whole = [t for t in found if t.dtype.is_signed and not (t.is_floating_point() or t.is_complex())]
     return any(bool((t == IGNORED).any()) for t in whole)
 

@@ -12,7 +12,7 @@ from trimtab.hardware.environment import Environment, Peaks, known_peaks
 from trimtab.measure.flops import count_flops
 from trimtab.tensors.precision import rounded_to_tf32
 from trimtab.train.autotune.shadow_run import copies, why_not_alone
-from trimtab.train.data.micro_batches import split
+from trimtab.train.data.batch_structure import split
 from trimtab.train.data.peek import kept_random
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.memory import activation_checkpointing
