@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -153,3 +153,15 @@ def test_the_batches_of_all_processes_count(tmp_path: pathlib.Path) -> None:
     alone.fit(loader(), steps=2)
     assert alone.optimizer.param_groups[0]["lr"] == 2 * RATE
     assert "scale_lr='linear': updates are from 2 batches, with 2 times the learning rate given." in alone.notes
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 3.0), ("sqrt", 3**0.5), (None, 1.0)])
+def test_rates_follow_the_batches_that_an_update_really_has(rule: Literal["linear", "sqrt"] | None, factor: float) -> None:
+    """An epoch of 3 batches with ``accumulate=8``: an update ends with its epoch, and so never has 8."""
+    rows = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(3)]
+    settings = Settings(data=DataSettings(accumulate=8), optimizer=OptimizerSettings(scale_lr=rule))
+    run = Trainer(nn.Linear(2, 1), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), settings=settings)
+    summary = run.fit(rows, epochs=4)
+    assert summary.updates == 4
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * factor)
+    assert any("data.accumulate is 8, and an epoch has 3 batches: no update has more" in note for note in summary.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from trimtab._internal.text import counted
 from trimtab.errors import UsageError
 from trimtab.train.engine import epoch
 from trimtab.train.run_context import RunContext
@@ -83,6 +84,24 @@ def batches_in_all(train: Iterable[Any], world: World) -> int | None:
     """Batches per epoch of all processes; ``None`` if a loader has no length."""
     found = world.gathered(_batches_of(train))  # includes processes with the same data, if layers are split
     return None if None in found else sum(filter(None, found)) * world.size // len(found)
+
+
+def batches_per_update(context: RunContext, train: Iterable[Any]) -> int:
+    """Batches of one process that a full update has: ``accumulate``, or those of an epoch where these are fewer.
+
+    Updates do not span epochs. All processes must call it together.
+    """
+    accumulate = context.settings.data.accumulate
+    counts = context.world.gathered(_batches_of(train)) if accumulate > 1 else [1]
+    if accumulate == 1 or None in counts:
+        return accumulate
+    most = max(filter(None, counts), default=1)
+    if most < accumulate:
+        context.note_once(
+            f"data.accumulate is {accumulate}, and an epoch has {counted(most, 'batch')}: no update has more, because an "
+            "update ends with its epoch. The gradient is the mean over the examples that it has."
+        )
+    return min(accumulate, most)
 
 
 def updates_in_all(context: RunContext, train: Iterable[Any], epochs: int | None, steps: int | None) -> int | None:

@@ -70,7 +70,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
         step.load_state_dict(context.step_state)
     if context.resuming is not None or not context.position.update:
         given.put_override(context, scheduler)
-    learning_rates.fit_batches(context, scheduler)
+    learning_rates.fit_batches(context, scheduler, duration.batches_per_update(context, train))
     refuse_unkept(context)
     context.note_once(trainable_loss.note(context.optimizer, context.model))
     if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":

@@ -21,8 +21,10 @@ KEPT = ("base_lrs", "max_lrs", "_last_lr")
 """Attributes of torch's schedulers that hold one learning rate per parameter group."""
 
 
-def fit_batches(context: RunContext, scheduler: LRScheduler | None) -> None:
+def fit_batches(context: RunContext, scheduler: LRScheduler | None, accumulated: int) -> None:
     """Scale the learning rates of the optimizer and ``scheduler`` to the number of batches per update, by ``scale_lr``.
+
+    ``accumulated`` is the number of batches of one process that an update really has.
 
     The given rates count as chosen for one batch per update. A factor from a checkpoint is taken into account: the rates stay
     right with another number of processes.
@@ -33,7 +35,7 @@ def fit_batches(context: RunContext, scheduler: LRScheduler | None) -> None:
     Raises:
         UsageError: ``scale_lr`` is set, and the optimizer has no learning rate.
     """
-    batches, rule = context.settings.data.accumulate * context.world.size, context.settings.optimizer.scale_lr
+    batches, rule = accumulated * context.world.size, context.settings.optimizer.scale_lr
     if rule is not None and all(group.get("lr") is None for group in context.optimizer.param_groups):
         raise UsageError(
             f"Settings optimizer.scale_lr is {rule!r}, but {type(context.optimizer).__name__} finds its own learning rate. "
