@@ -52,9 +52,9 @@ from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval
 from trimtab.measure.timer import LocalRunner, Runner, synchronizer
+from trimtab.tensors.structure import tensors_of
 from trimtab.train.data.loader import Loader
 from trimtab.train.engine.step import Update
-from trimtab.train.loss.adapter import tensors
 from trimtab.train.loss.loss_parity import BaselineLosses, final, increase
 
 FASTER, HIDDEN, HIGHER = 5.0, 0.9, 0.02
@@ -233,7 +233,7 @@ def copying(batch: Batch, device: str) -> Interval:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         start.record(stream)
-        copies = [tensor.to(device, non_blocking=True) for tensor in tensors(batch)]
+        copies = [tensor.to(device, non_blocking=True) for tensor in tensors_of(batch)]
         end.record(stream)
         torch.cuda.synchronize(device)
         found.append(start.elapsed_time(end))

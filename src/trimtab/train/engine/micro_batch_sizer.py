@@ -10,7 +10,8 @@ from trimtab.errors import WorkloadError
 from trimtab.tensors.batch_axis import length
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.batch_size import parts, search_micro_batch
-from trimtab.train.data.micro_batches import MicroBatcher, split
+from trimtab.train.data.batch_structure import split
+from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.distributed.process_group import PeerMemoryError
 from trimtab.train.engine.loss_additivity import ADVICE, Compared, compare
 from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
