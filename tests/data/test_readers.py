@@ -363,3 +363,24 @@ def test_calibration_from_a_loader_of_unknown_length() -> None:
     loader = DataLoader(Endless(), batch_size=32)
     subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], calibration=loader))
     assert sum(batch.rows for batch in all_batches(subject)) == 256
+
+
+@pytest.mark.parametrize("where", ["evaluation", "calibration"])
+def test_a_loader_that_shuffles_is_read_in_one_order(where: str) -> None:
+    """``DataLoader(shuffle=True)`` is what everybody has; each process of a study reads it, and must see the same data."""
+    rows = torch.arange(64.0).view(64, 1)
+    labelled = DataLoader(TensorDataset(rows, torch.arange(64)), batch_size=8, shuffle=True)
+    evaluation = Evaluation(data=labelled, score=lambda output, target: output[:, 0] > 0)
+    given: dict[str, Any] = {"evaluation": evaluation, "calibration": DataLoader(rows, batch_size=8, shuffle=True)}  # type: ignore[arg-type]
+    workload = Workload(model=nn.Linear(1, 1).eval(), inputs=rows[:1], **{where: given[where]})
+
+    def read() -> tuple[list[torch.Tensor], tuple[str, ...]]:
+        found = split(workload)
+        return [
+            leaf for batch in (*found.calibration, *found.selection, *found.test) for leaf in flatten(batch.call, "x")[0]
+        ], found.notes
+
+    (first, notes), (second, _) = read(), read()
+    assert all(map(torch.equal, first, second))
+    assert sorted(torch.cat(first).flatten().tolist()) == rows.flatten().tolist()
+    assert any(note.startswith(f"The DataLoader of the {where} data shuffles") for note in notes)

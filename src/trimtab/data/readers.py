@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, default_collate
 
 from trimtab._internal.text import of_type, with_fix
 from trimtab.core.capture import Call
@@ -46,6 +46,7 @@ def labelled(
         batches = _of_all(data, most, generator, size)
         return Data([dataclasses.replace(batch, rows=0) for batch in batches] if run else batches, stacked=not run)
     what, stacked = "the evaluation data", False
+    data = _in_one_order(data, generator, notes, what)
     with user_code("The evaluation data could not be read", "Go through it yourself once."):
         if _is_mapped(data):
             order = torch.randperm(len(data), generator=generator)[:most].tolist()
@@ -66,6 +67,27 @@ def labelled(
     if not items:
         raise UsageError("The evaluation data is empty. It must yield (inputs, target) pairs.")
     return Data([_labelled(item, number, whole=run) for number, item in enumerate(items)], stacked=stacked)
+
+
+def _in_one_order(data: Any, generator: torch.Generator, notes: list[str], what: str) -> Any:
+    """A ``DataLoader(shuffle=True)`` as one of the same batches in an order of ``generator``, because several processes read it
+    and must see the same data; anything else as it is."""
+    if (
+        not isinstance(data, DataLoader)
+        or type(data.sampler) is not RandomSampler
+        or type(data.batch_sampler) is not BatchSampler
+    ):
+        return data
+    sampler, items = data.sampler, cast(Sized, data.dataset)
+    if sampler.replacement or sampler.num_samples != len(items):
+        return data
+    order = torch.randperm(len(items), generator=generator).tolist()
+    notes.append(f"The DataLoader of {what} shuffles; it is read in one random order, given by the workload's seed.")
+    return DataLoader(
+        data.dataset, data.batch_size, sampler=order, collate_fn=data.collate_fn, drop_last=data.drop_last,
+        num_workers=data.num_workers, timeout=data.timeout, worker_init_fn=data.worker_init_fn,
+        multiprocessing_context=data.multiprocessing_context,
+    )  # fmt: skip
 
 
 def _labelled(item: Any, number: int, *, whole: bool) -> Batch:
@@ -121,9 +143,10 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
         UsageError: the data is empty, has NaN, or has labels.
         WorkloadError: the data raised.
     """
-    data, what = workload.calibration, "the calibration data"
-    if data is None:
+    what = "the calibration data"
+    if workload.calibration is None:
         return Data([])
+    data: Any = _in_one_order(workload.calibration, generator, notes, what)
     total: int | None = None
     with user_code("The calibration data could not be read", "Go through it yourself once."):
         if isinstance(data, torch.Tensor) or _is_mapped(data):
@@ -135,7 +158,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
                 _refuse_labels(workload, (data[i] for i in order[:1].tolist()))
                 items = _collated(data, order.tolist(), size, what)
         elif isinstance(data, Dataset):
-            items = _in_batches(_first(workload.calibration, MOST_CALIBRATION, lambda item: 1), size, what)
+            items = _in_batches(_first(cast(Iterable[Any], data), MOST_CALIBRATION, lambda item: 1), size, what)
         else:
             items = _first(data, MOST_CALIBRATION, lambda item: _examples(item, judge))
         found: list[Any] = []
