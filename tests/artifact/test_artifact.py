@@ -616,6 +616,12 @@ class Pipeline(nn.Module):
         return self.head(self.encoder(images)["logits"])
 
 
+def test_what_is_loaded_says_in_one_line_what_it_is(pristine: Artifact) -> None:
+    takes = "images: float32[batch, 1, 8, 8]"
+    assert repr(pristine) == f"Artifact('{pristine.path}', digits: {takes})"
+    assert repr(load(pristine.path)) == f"FlatExecutable({takes})"
+
+
 def test_an_artifact_is_a_module_where_the_model_stood(pristine: Artifact, tmp_path: pathlib.Path) -> None:
     encoder = load(pristine.path, as_module=True)
     assert isinstance(encoder, nn.Module)

@@ -555,6 +555,13 @@ def test_the_order_of_keys_means_nothing_and_the_first_difference_is_named() -> 
         assert str(caught.value).startswith(words)
 
 
+def test_the_repr_is_one_line_without_weights() -> None:
+    workload = Workload(name="small", model=nn.Linear(2, 3), inputs=torch.zeros(1, 2))
+    assert repr(workload) == "Workload('small', Linear, mode='infer')"
+    workload = Workload(name="made", model=lambda: nn.Linear(2, 3), inputs=torch.zeros(1, 2))
+    assert repr(workload) == "Workload('made', <lambda>, mode='infer')"
+
+
 def test_an_exported_module_is_a_model_like_any_other() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.Dropout()).eval()
     exported = torch.export.export(net, (torch.ones(2, 4),)).module()

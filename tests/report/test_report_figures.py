@@ -310,7 +310,10 @@ def test_the_ladder_of_a_terminal_says_so_too() -> None:
     best = next(t for t in found.trials if t.recipe.hash == found.best)
     said = str(result(list(found.trials), best).ladder()).splitlines()
     assert said[-2] == "A latency is that of one call alone; examples a call, from the top: 1, 1, 8, 8."
-    assert len(str(result(list(record(8).trials), record(8).trials[2]).ladder()).splitlines()) == 6
+    shown = result(list(record(8).trials), record(8).trials[2])
+    assert len(str(shown.ladder()).splitlines()) == 6
+    assert repr(shown) == f"Result({shown.status}: {shown.sentence})"
+    assert html.escape(str(shown.ladder())) in shown._repr_html_()
 
 
 def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:

@@ -120,6 +120,8 @@ def test_events_tell_what_happened(tmp_path: pathlib.Path) -> None:
     assert [line["event"] for line in lines] == [kind.__name__.lower() for kind in kinds]
     assert "12 updates in" in str(summary)
     assert "validation accuracy" in str(summary)
+    assert repr(summary).startswith("Summary(12 updates in ")
+    assert "validation accuracy" in summary._repr_html_()
 
 
 def test_validation_is_the_mean_over_examples_in_evaluation_mode() -> None:

@@ -66,6 +66,9 @@ class Artifact:
     path: pathlib.Path
     manifest: Manifest
 
+    def __repr__(self) -> str:
+        return f"Artifact({str(self.path)!r}, {self.manifest.workload}: {self.manifest.signature.describe()})"
+
     @with_remedy(COPY)
     def check(self) -> None:
         """Check names, kinds, sizes and hashes of all files.

@@ -43,6 +43,9 @@ class Executable(abc.ABC):
         self.notes: list[str] = []
         """Messages of the runtime that explain its speed, such as operators without a native kernel or frozen dimensions."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.signature.describe()})"
+
     @abc.abstractmethod
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the model on tensors that were already checked.

@@ -254,6 +254,11 @@ class Workload:
             _check_inputs(self.inputs)
         _check_dynamic(self.dynamic)
 
+    def __repr__(self) -> str:
+        model = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "function")
+        judged = ", with an evaluation" if self.evaluation is not None else ""
+        return f"Workload({self.name!r}, {model}, mode={self.mode!r}{judged})"
+
     @classmethod
     def capture(
         cls,

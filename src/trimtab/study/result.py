@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -84,6 +85,14 @@ class Result:
 
     def __str__(self) -> str:
         return f"{self.sentence}\n\n{self.ladder()}"
+
+    def __repr__(self) -> str:
+        return f"Result({self.status}: {self.sentence})"
+
+    def _repr_html_(self) -> str:
+        """The sentence, the ladder and a link to the report, for notebooks."""
+        link = "" if self.report is None else f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
+        return f"<p>{html.escape(self.sentence)}</p><pre>{html.escape(str(self.ladder()))}</pre>{link}"
 
     @property
     def trials(self) -> list[Trial]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Mapping
 
 from trimtab._internal.text import counted
@@ -42,6 +43,14 @@ class Summary:
     """The settings at the end, with every ``"auto"`` decided."""
     notes: tuple[str, ...] = ()
     """Decisions and remarks, a sentence each."""
+
+    def __repr__(self) -> str:
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        return f"Summary({counted(self.updates, 'update')} in {self.seconds:.1f} s{loss})"
+
+    def _repr_html_(self) -> str:
+        """The lines of ``str()``, for notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         """A few lines for a person."""
