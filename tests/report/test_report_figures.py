@@ -8,6 +8,7 @@ import pathlib
 import random
 import re
 import types
+from html import escape
 from typing import Any
 
 import pytest
@@ -313,7 +314,7 @@ def test_the_ladder_of_a_terminal_says_so_too() -> None:
     shown = result(list(record(8).trials), record(8).trials[2])
     assert len(str(shown.ladder()).splitlines()) == 6
     assert repr(shown) == f"Result({shown.status}: {shown.sentence})"
-    assert html.escape(str(shown.ladder())) in shown._repr_html_()
+    assert escape(str(shown.ladder())) in shown._repr_html_()
 
 
 def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
