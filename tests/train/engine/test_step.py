@@ -577,3 +577,29 @@ def test_a_run_within_autocast_is_refused_where_no_update_would_be_seen() -> Non
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         first, *_, last = losses()
     assert last < first
+
+
+class NoKernel(nn.Module):
+    """Has no kernel in 16 bits, as torch's LSTM on some CPUs; ``broken`` fails in any precision."""
+
+    def __init__(self, broken: bool = False) -> None:
+        super().__init__()
+        self.layer, self.broken = nn.Linear(4, 2), broken
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layer(x)
+        if self.broken or found.dtype != torch.float32:
+            raise RuntimeError("could not create a primitive")
+        return found
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_failure_of_autocast_is_not_blamed_on_the_model(broken: bool) -> None:
+    rows = [(torch.randn(8, 4), torch.randint(2, (8,)))]
+    settings = Settings(precision=PrecisionSettings(autocast="bfloat16"))
+    run = Trainer(NoKernel(broken), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, settings=settings)
+    with pytest.raises(WorkloadError) as raised:
+        run.fit(rows, epochs=1)
+    blamed = "fails under precision.autocast='bfloat16': could not create a primitive. Without autocast it runs. Leave that"
+    assert (blamed in str(raised.value)) is not broken
+    assert "could not create a primitive" in str(raised.value)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trimtab._internal.text import summary_line
 from trimtab.core.settings import Settings
 from trimtab.core.workload import user_code
-from trimtab.errors import NonFiniteError
+from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
@@ -283,8 +284,7 @@ class Step:
                 with world.exchanging(now=index == count - 1):  # gradients cross once per update
                     batch = batches[min(index, len(batches) - 1)]
                     clock.enter("forward")
-                    with self.precision():
-                        loss, weight = world.asked(functools.partial(self.objective, self.model, batch, weighed=not alone))
+                    loss, weight = self._forward(batch, weighed=not alone)
                     if alone:
                         loss = self._of_something(loss, weight)
                     if index >= counted:
@@ -297,6 +297,35 @@ class Step:
             if counted < count:
                 idle.put_back()
         return MicroBatchLosses(losses, weights, before)
+
+    def _forward(self, batch: Batch, *, weighed: bool) -> tuple[torch.Tensor, Weight]:
+        """The loss of ``batch`` and its weight.
+
+        Raises:
+            WorkloadError: it fails under ``precision.autocast`` and not without.
+        """
+        try:
+            with self.precision():
+                return self.world.asked(functools.partial(self.objective, self.model, batch, weighed=weighed))
+        except RuntimeError as error:
+            dtype = self.settings.precision.autocast
+            if dtype is None or out_of_memory(error) or stopped(error) or not self._runs_in_float32(batch):
+                raise
+            raise WorkloadError(
+                f"The model or its loss fails under precision.autocast={dtype!r}: {summary_line(str(error))}. Without "
+                "autocast it runs. Leave that setting out, or give 'auto', which tries it first."
+            ) from error
+
+    def _runs_in_float32(self, batch: Batch) -> bool:
+        """Whether the forward pass works without autocast; ``False`` where asking would need all processes."""
+        if self.world.size > 1:
+            return False
+        try:
+            with torch.no_grad():
+                self.objective(self.model, batch, weighed=False)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        return True
 
     def _norm_wanted(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether this update computes the norm; a GPU takes all norms in one kernel, but one sum after the other."""
