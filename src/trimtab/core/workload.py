@@ -150,7 +150,8 @@ class Limits:
             value = getattr(self, field.name)
             preset = field.name == "max_drop" and isinstance(value, str)
             if value is not None and not preset and not isinstance(value, numbers.Real):
-                raise UsageError(f"{field.name} is {value!r}; a limit is a plain number, without a unit.")
+                words = "Limits.parse(max_drop='2%', latency='4ms', memory='500MB', size='5MB') takes texts with units"
+                raise UsageError(f"{field.name} is {value!r}; a limit is a plain number, without a unit. {words}.")
             if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):  # such as a numpy number
                 object.__setattr__(self, field.name, value := float(value))
             if isinstance(value, float) and not math.isfinite(value):
