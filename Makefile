@@ -76,10 +76,11 @@ test: lint compiler browser
 	$(BIN)/pytest -m alone $$(grep -rl mark.alone tests --include='test_*.py')
 endif
 
-# The rooms whose tests start few processes.
-FAST := _internal core tensors safe_load hardware data measure artifact passes report
+# The rooms whose tests start few processes, without what compiles.
+FAST := _internal core tensors safe_load hardware measure report
 test-fast: lint
-	$(BIN)/pytest $(PARALLEL) -m "not alone and not slow" $(addprefix tests/,$(FAST)) tests/test_architecture.py
+	$(BIN)/pytest $(PARALLEL) -m "not alone and not slow" -k "not aoti and not inductor" --ignore tests/core/test_contracts.py \
+	  $(addprefix tests/,$(FAST)) tests/test_architecture.py
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
