@@ -86,7 +86,12 @@ class TorchScript(Backend):
         """Load the frozen module. ``script.pt`` is optimized for this machine, ``frozen.pt`` runs as it is."""
         if (folder / FROZEN).exists():
             return TorchScriptExecutable(load_script(folder, FROZEN), None, signature, settings)
-        return TorchScriptExecutable(_optimized(load_script(folder)), None, signature, settings)
+        try:
+            return TorchScriptExecutable(_optimized(load_script(folder)), None, signature, settings)
+        except EXPORT_ERRORS as error:  # the pass depends on the machine
+            executable = TorchScriptExecutable(load_script(folder), None, signature, settings)
+            executable.notes.append(UNOPTIMIZED.format(f"raises {first_line(error)}"))
+            return executable
 
     def script(self) -> str:
         """Runs the frozen module with torch."""
@@ -113,19 +118,18 @@ def _fastest(candidate: Candidate, source: torch.jit.ScriptModule) -> tuple[Any,
     try:
         module = _optimized(frozen(source))
     except EXPORT_ERRORS as error:
-        reason = f"raises {first_line(error)}"
+        reason, kept = f"raises {first_line(error)}", None
     else:
         wrong = disagreement(candidate, lambda leaves: module(*leaves), candidate.leaves)
-        signature = candidate.signature if wrong else kept_signature(candidate, module)
-        lost = lost_dims(candidate.signature, signature)
-        if not wrong and not lost:
-            return module, signature, None
-        reason = f"makes a module that is wrong: {wrong}" if wrong else f"loses the dynamic sizes {', '.join(lost)}"
-        plain = kept_signature(candidate, frozen(source))
-        if not wrong and len(lost_dims(candidate.signature, plain)) >= len(lost):
-            return module, signature, None
-    whole = frozen(source)
-    return whole, kept_signature(candidate, whole), reason
+        kept = None if wrong else kept_signature(candidate, module)
+        if kept is not None and not lost_dims(candidate.signature, kept):
+            return module, kept, None
+        reason = f"makes a module that is wrong: {wrong}" if wrong else "loses dynamic sizes that the frozen module takes"
+    plain = frozen(source)
+    signature = kept_signature(candidate, plain)
+    if kept is not None and len(kept.dims) >= len(signature.dims):
+        return module, kept, None
+    return plain, signature, reason
 
 
 def _optimized(module: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from trimtab._internal.text import shortened, summary_line
 from trimtab.core.technique import require
 
 UNOPTIMIZED = "ONNX Runtime opens this model only with its graph optimizations off, because they fail on it: {}."
@@ -35,4 +36,4 @@ def open_session(path: str | os.PathLike[str], options: Any) -> tuple[Any, str |
             session = runtime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
         except runtime_errors():
             raise error from None
-        return session, UNOPTIMIZED.format(str(error).splitlines()[0].rstrip(".")[:200])
+        return session, UNOPTIMIZED.format(shortened(summary_line(str(error))))

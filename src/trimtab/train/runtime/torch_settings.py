@@ -22,7 +22,7 @@ from trimtab.train.runtime.memory_errors import said
 def running(settings: Settings) -> Iterator[None]:
     """A block with the threads, TF32, cuDNN benchmark and attention kernel of ``settings``.
 
-    All are restored at its end except ``keep_memory``, which cannot be undone.
+    All are restored at its end except ``memory.keep_freed``, which cannot be undone.
     """
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     kernels = _attention(settings.attention) if settings.attention in KERNELS else contextlib.nullcontext()
