@@ -19,6 +19,7 @@ from trimtab._internal.text import counted, no_file
 from trimtab._internal.text import plain as cleaned
 from trimtab._internal.units import megabytes, seconds
 from trimtab.cli._boundary import again
+from trimtab.cli._lazy import late
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
 
@@ -75,6 +76,9 @@ def optimize_command(
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,
+    note: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Your own words about this study, for its record and report.")
+    ] = None,
     inputs: Inputs = None,
     shape: Shape = None,
     task: Task = None,
@@ -113,6 +117,8 @@ def optimize_command(
         limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
         subject = brought(workload, inputs, shape, task)
         result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
+        if note is not None:
+            result = annotated(result, note)
     if json:
         typer.echo(dumps(result))
     else:
@@ -120,6 +126,13 @@ def optimize_command(
     if progress.cut_short and not quiet:
         console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
+
+
+def annotated(result: Result, note: str) -> Result:
+    """``result`` with the user's ``note`` in the storage of its study, its record and its report; an empty one removes it."""
+    result.study.storage.note(late("study.result").NOTE, note.strip() or None)
+    found: Result = late("api.optimize").reported(result)
+    return found
 
 
 def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:

@@ -88,7 +88,7 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "spread of the original against itself (A/A)", words.share(found.noise)
     yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _spread_source(found.starts)
     if found.rival_ms is not None:
-        low, high = map(words.milliseconds, found.rival_ms)
+        low, high = words.all_milliseconds(found.rival_ms)
         yield "time of the original from start to start, and over the trials", f"{low} to {high}"
     yield "CPU time that other processes took", words.share(found.foreign)
     yield "CPU time that the hypervisor took (stolen)", words.share(found.stolen)

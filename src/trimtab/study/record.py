@@ -24,6 +24,7 @@ from trimtab.evaluation.evaluate import Objective
 from trimtab.evaluation.explain import Explanation
 from trimtab.hardware.environment import Environment, Peaks
 from trimtab.study.ranking import Status
+from trimtab.study.waterfall import Step
 
 RECORD, OWNER = "record.json", "workload.json"
 SEED_IT = " If you changed nothing, something in it is random: seed torch, numpy and random before the model and data are made."
@@ -112,6 +113,15 @@ class Rung(TypedDict):
     cold_s: float | None
 
 
+KEPT = "the original, 1.00x"
+"""The speed-up of the rung ``best`` if the original ships."""
+
+
+def own(rung: Mapping[str, Any]) -> bool:
+    """Whether ``rung`` is the original that ships for want of anything faster. Its speed-up is exactly 1."""
+    return bool(rung["rung"] == "best" and rung["speedup"] == {"value": 1.0, "low": 1.0, "high": 1.0})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """The state of a study; unknown fields are ``None`` or empty. It round-trips through JSON."""
@@ -155,6 +165,10 @@ class Record:
     """Recipes that were confirmed, and so have seen the test data, in order."""
     refused: tuple[Confirmation, ...] = ()
     """Confirmations that failed, in order."""
+    steps: tuple[Step, ...] = ()
+    """What each step of the recipe that ships brought, from the trials of the search."""
+    note: str | None = None
+    """The user's own note on the study."""
 
     @property
     def winner(self) -> Trial | None:
