@@ -11,7 +11,7 @@ import typer
 
 import trimtab
 from trimtab._internal.files import typed
-from trimtab._internal.serialization import dumps, from_json
+from trimtab._internal.serialization import dumps, from_json, to_json
 from trimtab._internal.text import plain
 from trimtab._internal.units import fraction, positive, seconds
 from trimtab.cli._lazy import late
@@ -35,17 +35,20 @@ def measure_command(
     vs: Annotated[str | None, typer.Option(help="What to take turns with: another artifact or workload.")] = None,
     time: Annotated[str, typer.Option(help="Most time for sampling.")] = "10s",
     width: Annotated[str, typer.Option(help="Stop when the ratio's interval is this narrow.")] = "2%",
+    memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of a fresh process.")] = False,
+    operators: Annotated[bool, typer.Option("--operators", help="Also the slowest operators of one call.")] = False,
     inputs: Inputs = None,
     shape: Shape = None,
     task: Task = None,
     trust: Trust = False,
     json: Json = False,
 ) -> int:
-    """Time one thing, or two in turns with a confidence interval.
+    """Time one thing, or two in turns with a confidence interval; on request, their memory and operators.
 
     \b
     Examples:
       trimtab measure model.py
+      trimtab measure model.py --memory --operators
       trimtab measure runs/digits/artifact --vs examples/digits.py
       trimtab measure runs/net/artifact --vs net.onnx --shape images=1x3x224x224
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
@@ -57,7 +60,14 @@ def measure_command(
         takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
         sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
         found = trimtab.compare(sides[0], sides[1] if vs is not None else None, seconds=most, width=narrow, trust=trust)
-    typer.echo(dumps(found) if json else plain(str(found)))
+    profiles = []
+    if memory or operators:
+        with waiting(f"looking at the {' and the '.join(['memory'] * memory + ['operators'] * operators)}"):
+            profiled = late("cli._profile").profiled
+            profiles = [profiled(side, memory=memory, operators=operators, trust=trust) for side in sides]
+    typer.echo(
+        dumps(to_json(found) | {"profiles": to_json(profiles)}) if json else plain("\n".join(map(str, (found, *profiles))))
+    )
     return 0
 
 

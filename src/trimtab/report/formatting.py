@@ -248,6 +248,11 @@ def all_megabytes(values: Sequence[float | None]) -> list[str]:
     return _in_unit(values, ((1e3, "GB"), (0.1, "MB"), (0.0, "kB")), {"GB": 1e-3, "MB": 1.0, "kB": 1e3})
 
 
+def all_joules(values: Sequence[float | None]) -> list[str]:
+    """Energies in one unit of J, mJ and µJ, as in :func:`all_milliseconds`."""
+    return _in_unit(values, ((0.1, "J"), (1e-4, "mJ"), (0.0, "µJ")), {"J": 1.0, "mJ": 1e3, "µJ": 1e6})
+
+
 def duration(seconds: float | None) -> str:
     """``0.42 s``, ``12 s``, ``3 min 20 s``, ``1 h 5 min``."""
     seconds = known(seconds)

@@ -190,6 +190,9 @@ def _cost(record: Record) -> Iterator[Tile]:
         yield _beside("size on disk", best, first, "size_mb")
         yield _beside("peak memory", best, first, "peak_mb")
         yield _beside("cold start", best, first, "cold_s")
+    if record.energy is not None and record.energy.subject_j is not None:
+        now, before = words.all_joules([record.energy.subject_j, record.energy.rival_j])
+        yield Tile("energy of a call", now, "" if before == words.UNKNOWN else f"{before} as written")
 
 
 def _beside(name: str, best: Mapping[str, Any], first: Mapping[str, Any] | None, key: str) -> Tile:

@@ -35,7 +35,7 @@ def _asked(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def use(record: Record, run_folder: str) -> str:
-    """The lines of Python that load what ships and call it; empty without an artifact.
+    """The two lines of Python, after ``import trimtab``, that load what ships and call it; empty without an artifact.
 
     Args:
         run_folder: the run folder, if the command of the study does not name it.
@@ -51,7 +51,7 @@ def use(record: Record, run_folder: str) -> str:
         else f"model(...)  # called like the original: {words.clipped(', '.join(names), 80)}"
     )
     load = f"trimtab.load({plain(f'{folder}/{record.artifact}')!r}{', trust=True' * native})"
-    return f"model = {load}  # after: import trimtab\noutputs = {call}"
+    return f"model = {load}\noutputs = {call}"
 
 
 def option(command: str, name: str) -> str | None:

@@ -23,6 +23,7 @@ from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
 from trimtab.evaluation.explain import Explanation
 from trimtab.hardware.environment import Environment, Peaks
+from trimtab.measure.energy import Energy
 from trimtab.study.ranking import Status
 from trimtab.study.waterfall import Step
 
@@ -113,6 +114,8 @@ class Rung(TypedDict):
     cold_s: float | None
 
 
+SHORT = 40
+"""A note shorter than this is dropped only if the verdict says all of it."""
 KEPT = "the original, 1.00x"
 """The speed-up of the rung ``best`` if the original ships."""
 
@@ -169,6 +172,8 @@ class Record:
     """What each step of the recipe that ships brought, from the trials of the search."""
     note: str | None = None
     """The user's own note on the study."""
+    energy: Energy | None = None
+    """Energy of a call of what ships and of the original, or the reason why it is unknown."""
 
     @property
     def winner(self) -> Trial | None:
@@ -209,6 +214,14 @@ class Record:
                 ) from error
             told = with_fix(shortened(str(error), 400), "The same optimize command writes it anew.")
             raise StorageError(f"{path} cannot be read: {told}") from error
+
+
+def said_once(sentence: str, notes: Sequence[str]) -> list[str]:
+    """``notes`` without repetitions, and without those that the verdict's ``sentence`` says, after a lead-in or not."""
+    bare = {note: note.partition(": ")[2] or note for note in notes}
+    return [
+        note for note, said in bare.items() if note not in sentence and (len(said) < SHORT or said.rstrip(".") not in sentence)
+    ]
 
 
 def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, identity: Mapping[str, Any]) -> None:

@@ -15,16 +15,16 @@ from trimtab.core.trial import State, Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.explain import Explanation
 from trimtab.hardware.environment import Peaks
+from trimtab.measure.energy import Energy
 from trimtab.study import ranking, waterfall
-from trimtab.study.record import KEPT, Record, Rung, own
+from trimtab.study.energy import energy
+from trimtab.study.record import KEPT, Record, Rung, own, said_once
 from trimtab.study.study import Study
 
 ARTIFACT = "artifact"
 """Folder of the artifact in the run folder."""
 TRIED = "tried"
 """Key in the storage: recipes that any run of the study has confirmed, and which so have seen the test data."""
-SHORT = 40
-"""A note shorter than this is dropped only if the verdict says all of it."""
 NOTE = "note of the user"
 """Key in the storage: the user's own note on the study."""
 
@@ -223,6 +223,7 @@ class Result:
             notes=tuple(said_once(self.sentence, [*known.notes, *busy(known)])),
             steps=self.steps(),
             note=self.study.storage.noted(NOTE),
+            energy=self._energy(),
         )
         if best is None:
             return found
@@ -234,6 +235,13 @@ class Result:
             artifact=None if best.artifact is None else ARTIFACT,
             files=files,
         )
+
+    def _energy(self) -> Energy | None:
+        """Energy of a call of what ships, or why it is unknown; ``None`` if nothing ships or it was not timed."""
+        found = None if self.best is None or self.best.artifact is None else self.best.confirmation.comparison
+        if found is None or self.best is None or self.best.artifact is None:
+            return None
+        return energy(self.study, str(self.best.artifact.path), (found.candidate.median / 1e3, found.rival.median / 1e3))
 
     def _conditions(self) -> dict[str, Any]:
         study = self.study
@@ -251,14 +259,6 @@ class Result:
             "verdict": self.sentence,
             "notes": self.all_notes(),
         }
-
-
-def said_once(sentence: str, notes: Sequence[str]) -> list[str]:
-    """``notes`` without repetitions, and without those that the verdict's ``sentence`` says, after a lead-in or not."""
-    bare = {note: note.partition(": ")[2] or note for note in notes}
-    return [
-        note for note, said in bare.items() if note not in sentence and (len(said) < SHORT or said.rstrip(".") not in sentence)
-    ]
 
 
 def busy(record: Record) -> list[str]:
