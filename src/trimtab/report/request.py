@@ -21,15 +21,15 @@ NAME = re.compile(r"(?:^|, )([A-Za-z_]\w*): ")
 
 
 def asked(record: Record) -> list[tuple[str, str]]:
-    """Objective, limits, budget and the user's note, as names and values."""
+    """Objective, budget, limits and the user's note, as names and values."""
     return list(_asked(record))
 
 
 def _asked(record: Record) -> Iterator[tuple[str, str]]:
     yield "asked for", "the shortest time of an update" if record.mode == "train" else OBJECTIVES[record.objective]
-    yield "limits", "; ".join(f"{name} {value}" for name, value in words.limits(record))
     if budget := option(record.command, "--budget"):
         yield "budget", budget
+    yield "limits", "; ".join(f"{name} {value}" for name, value in words.limits(record))
     if record.note:
         yield "note", plain(record.note)
 
