@@ -90,7 +90,7 @@ def test_latencies_side_by_side_were_timed_in_turns_and_divide_to_the_speed_up(t
     assert tiles(found)["median latency"] == ("0.125 ms", "0.500 ms as written, in turns with it")
     assert tiles(found)["speed-up over as written"][0] == "4.00x"
     page = said(found, tmp_path)
-    assert "The latency of one row and that of another are of different minutes, so their quotient is another number." in page
+    assert "those of other rows are of other minutes, so their quotient is another number." in page
     assert "Bars are speed-ups and whiskers 95% intervals" in page
     alone = confirmed_as(found, comparison=None)
     assert tiles(alone)["median latency"] == ("0.125 ms", "0.420 ms as written")

@@ -110,8 +110,8 @@ def profile_job(job: Mapping[str, Any], folder: pathlib.Path) -> Any:
             call()
         call_s = (time.perf_counter() - begun) / MORE_CALLS
     if job["memory"]:
-        figures = {"peak_mb": peak.result.host_mb + weighs_mb, "first_call_s": None if weighs_mb else first_s}
-        found = dataclasses.replace(found, **figures, method=peak.result.method)
+        first, peak_mb = None if weighs_mb else first_s, peak.result.host_mb + weighs_mb  # weights at hand were loaded before
+        found = dataclasses.replace(found, peak_mb=peak_mb, first_call_s=first, method=peak.result.method)
     if job["operators"]:
         repeats = max(1, min(REPEATS, int(PROFILED_S / max(call_s, 1e-9))))
         source, rows = _operators(call, own_profiler, repeats)
