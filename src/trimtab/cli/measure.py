@@ -43,7 +43,9 @@ def measure_command(
     trust: Trust = False,
     json: Json = False,
 ) -> int:
-    """Time one thing, or two in turns with a confidence interval; on request, their memory and operators.
+    """Time one thing, or two in turns with a confidence interval.
+
+    --memory and --operators also look at each in a fresh process.
 
     \b
     Examples:

@@ -76,9 +76,7 @@ def optimize_command(
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,
-    note: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Your own words about this study, for its record and report.")
-    ] = None,
+    note: Annotated[str | None, typer.Option(metavar="TEXT", help="Your own words, for the record and the report.")] = None,
     inputs: Inputs = None,
     shape: Shape = None,
     task: Task = None,
@@ -116,9 +114,7 @@ def optimize_command(
     with view(console, plain=lines, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
         limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
         subject = brought(workload, inputs, shape, task)
-        result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
-        if note is not None:
-            result = annotated(result, note)
+        result = annotated(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
     if json:
         typer.echo(dumps(result))
     else:
@@ -128,8 +124,11 @@ def optimize_command(
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
 
 
-def annotated(result: Result, note: str) -> Result:
-    """``result`` with the user's ``note`` in the storage of its study, its record and its report; an empty one removes it."""
+def annotated(result: Result, note: str | None) -> Result:
+    """``result`` with the user's ``note`` in the storage of its study, its record and its report. An empty note removes the
+    earlier one, ``None`` leaves it."""
+    if note is None:
+        return result
     result.study.storage.note(late("study.result").NOTE, note.strip() or None)
     found: Result = late("api.optimize").reported(result)
     return found

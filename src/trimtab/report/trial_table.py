@@ -143,7 +143,9 @@ def _behind(trial: Trial, winner: Trial, record: Record) -> str:
     if one is None or other is None or not other.value > 0:
         return ""
     if one.vague or other.vague:
-        return f"{words.speed(one)} in the search, too uncertain beside {words.speed(other)} of {who}."
+        if one.high < other.low:
+            return f"At most {words.times(one.high / other.low)} of {who}."
+        return f"Not told apart from {who} in the search, which has {words.speed(other)}."
     ratio = one.value / other.value
     told = "half as fast as" if 0.475 <= ratio < 0.525 else f"{words.times(ratio)} of"
     meets = one.low <= other.high and other.low <= one.high
