@@ -71,9 +71,7 @@ def confirm(
         "trial": to_json(trial),
         "environment": to_json(study.environment),
     }
-    outcome = confirmation_starts.beside(
-        study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, anew=True
-    )
+    outcome = confirmation_starts.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
     log = f"{CONFIRM_FOLDER}/{trial.recipe.hash}/{LOG}"
     if outcome.result is None:
         return Best(trial=trial, confirmation=_failed(trial, outcome, log, original=trial is eager), artifact=None)
