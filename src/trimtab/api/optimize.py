@@ -37,8 +37,8 @@ from trimtab.study.storage import shown
 from trimtab.study.study import Study
 
 Answer = TypeVar("Answer", bound=Result)
-OVER, LATE = 1.2, 1.5
-"""Multiples of the budget from which on a run notes the excess, and leaves out the explanations."""
+OVER = 1.2
+"""Multiple of the budget from which on a run notes the excess, and which the explanations must not exceed."""
 EXPLAINING = 0.5
 """Expected duration of the explanations, in dry runs of the workload."""
 RESERVED = 0.4
@@ -160,7 +160,7 @@ def _answer(study: Study, began: float, until: float | None, end: float | None) 
     """Confirm, ship, explain and report the result by ``end``; steps before the confirmation end by ``until``."""
     status, sentence, best = finish(study, until=until, end=end)
     took, budget = time.monotonic() - began, math.inf if end is None else end - began
-    peaks, explanations = explain(study, best, late=took > LATE * budget)
+    peaks, explanations = explain(study, best, late=took + EXPLAINING * study.runner.startup_s > OVER * budget)
     if (took := time.monotonic() - began) > OVER * budget:
         study.notes.append(
             f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "

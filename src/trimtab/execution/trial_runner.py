@@ -62,7 +62,7 @@ class TrialRunner:
         self.folder, self.baseline, self.workers, self.interrupted = folder, baseline, workers, interrupted
         self.trial_s, self.memory_mb = trial_s, memory_mb
         self.startup_s = 0.0
-        """Seconds of the dry run, with the start of its interpreter."""
+        """Seconds of the dry run, without those in which it read the workload, which later processes do not."""
         self.load_s = 0.0
         """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
         self._server_tells_costs = server_tells_costs
@@ -78,6 +78,10 @@ class TrialRunner:
         }
         for left in (folder / SCRATCH).glob(".*"):  # left by workers that were killed
             shutil.rmtree(left, ignore_errors=True)
+
+    def limit_threads(self, threads: int | None) -> None:
+        """From the next worker on, compute and time with at most ``threads`` threads; ``None`` stands for no limit."""
+        self._common["thread_limit"] = threads
 
     def job(self) -> dict[str, Any]:
         """The entries that all jobs of the study share."""
@@ -140,7 +144,7 @@ class TrialRunner:
         began = time.monotonic()
         job = self.job() | {"kind": "prepare", "recipe": self.baseline.to_json()}
         outcome = self.run_job(job, self.folder / PREPARE, deadline=deadline)
-        self.startup_s, self.load_s = time.monotonic() - began, outcome.seconds
+        took = time.monotonic() - began
         if outcome.cut_off:
             raise KeyboardInterrupt
         if outcome.error is not None:
@@ -148,12 +152,13 @@ class TrialRunner:
         if outcome.result is None:
             log = self.folder / PREPARE / LOG
             raise WorkloadError(f"The workload failed in its dry run, before the first trial. {outcome.reason} Log: {log}")
-        self._weights = outcome.result.get("weights")
+        self._weights, reading_s = outcome.result.get("weights"), outcome.result.pop("reading_s", 0.0)
         if self.workers is not None and (self.folder / PREPARE / IMPORTED).exists():
             threads, source = outcome.result["threads"], self._common["workload"]
             preload = write_preload(self.folder / PREPARE, source, threads, self._weights or {})
             (preload.with_name(PRELOADED)).unlink(missing_ok=True)
-            self.workers.warm(preload, seconds=READ_AGAIN * self.startup_s)
+            self.workers.warm(preload, seconds=READ_AGAIN * took)
+        self.startup_s = self.load_s = max(1.0, took - reading_s)
         return outcome.result
 
     def trial(

@@ -64,7 +64,7 @@ def confirm(
         "earlier": to_json(earlier.comparisons),
         "seen": [to_json(each.comparison) for each in study.trials if each.comparison is not None],
         "judged": to_json(earlier.judged),
-        "threads": study.prepared.threads,
+        "threads": study.thread_limit or study.prepared.threads,
         "must_win": must_win,
         "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None),
         "artifact": str(study.folder.absolute() / ARTIFACT),

@@ -115,18 +115,32 @@ def prepared(job: Job) -> Subject:
         WorkloadError: inputs, data or weights differ from those of the dry run.
     """
     workload = read_workload(job["workload"])
+    limit_threads(job)
     scratch = pathlib.Path(job["scratch"])
     subject = materialized(workload, pathlib.Path(job["prepared"]), scratch)
     if subject is None:
         subject = prepare(workload, scratch)
         reproducibility.check_data(job, subject)
-    return subject
+    if (limit := job.get("thread_limit")) is None:
+        return subject
+    return dataclasses.replace(subject, candidate=subject.candidate.with_settings({"threads": limit}))
+
+
+def limit_threads(job: Job) -> None:
+    """Keep torch to the number of threads that the study may use on a busy machine."""
+    if (limit := job.get("thread_limit")) is not None:
+        torch.set_num_threads(min(limit, torch.get_num_threads()))
 
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Check the workload with a dry run, compute its reference, and find which recipes cannot be tried."""
     with imports_noted(folder, also=EXPORT) as files:
-        subject = prepare(read_workload(job["workload"]))
+        begun = time.monotonic()
+        workload = read_workload(job["workload"])
+        threads = torch.get_num_threads()
+        limit_threads(job)
+        subject = prepare(workload)
+        reading_s = time.monotonic() - begun
         weights_found = reproducibility.weights_of(subject.model)
         reproducibility.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
         again = materialize(subject, pathlib.Path(job["prepared"]))
@@ -158,10 +172,18 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "score": None if reference.scores is None else reference.scores.value,
         "n": None if reference.scores is None else reference.scores.n,
         "blocked": blocked,
-        "notes": [*subject.notes, *again, *doublets, *_few_threads(), *(finding.message for finding in findings), *failures],
+        "notes": [
+            *subject.notes,
+            *again,
+            *doublets,
+            *_few_threads(threads),
+            *(finding.message for finding in findings),
+            *failures,
+        ],
         "findings": to_json(findings),
         "inputs": subject.candidate.describe(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
+        "reading_s": reading_s,
         "splits": subject.splits.examples(),
         "share": _is_share(subject, reference),
         "least": to_json({name: lost for name, lost in found.items() if lost is not None}),
@@ -240,6 +262,7 @@ def baseline_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
     args, kwargs = as_call(workload.inputs)
     leaves = flatten(cloned((args, kwargs)), "the example inputs")[0]  # copies, because the model may write to them
     at_hand = isinstance(workload.model, nn.Module)
+    limit_threads(job)
     begun = time.perf_counter()
     with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
         model = workload.build_model()
@@ -400,9 +423,8 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
     return findings, failures
 
 
-def _few_threads() -> list[str]:
-    """A note if the workload's file gives torch fewer threads than its default, or tries to."""
-    threads = torch.get_num_threads()
+def _few_threads(threads: int) -> list[str]:
+    """A note if the workload's file gives torch fewer ``threads`` than its default, or tries to."""
     if threads >= TORCH_THREADS:
         return threads_unseen(threads)
     return [
