@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from trimtab.core.workload import Limits, Workload
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.evaluation.evaluate import Objective
 from trimtab.execution.fork_pool import Workers
+from trimtab.execution.trial_runner import PREPARED
 from trimtab.importers.load import is_python, load_workload
 from trimtab.report import write as write_report
 from trimtab.study import confirmation_starts
@@ -153,7 +155,10 @@ def optimize(
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
             end = began + limit_s
             until = end - confirm_s(study, limit_s)
-        return _answer(study, began, until, end)
+        try:
+            return _answer(study, began, until, end)
+        finally:
+            shutil.rmtree(folder / PREPARED, ignore_errors=True)  # a later run prepares the workload again
 
 
 def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:

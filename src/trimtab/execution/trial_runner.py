@@ -26,6 +26,8 @@ from trimtab.execution.process import LOG, Outcome, WorkerProcess
 
 TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE, PREPARED = "trials", "rivals", "reference", "scratch", "prepare", "prepared"
 """Names of folders in the run folder."""
+SLOW_READING_S = 2.0
+"""Seconds of reading a workload above which a note says that it is read again."""
 READ_AGAIN = 3.0
 """Time in which a server must have read the workload, in dry runs."""
 
@@ -160,6 +162,20 @@ class TrialRunner:
             self.workers.warm(preload, seconds=READ_AGAIN * took)
         self.startup_s = self.load_s = max(1.0, took - reading_s)
         return outcome.result
+
+    def reads_again(self) -> str | None:
+        """A note if every process of the study reads the workload again, and that takes long."""
+        path = self.folder / PREPARE / PRELOADED
+        if not path.exists():
+            return None
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["reason"] is None or told["seconds"] < SLOW_READING_S:
+            return None
+        return (
+            f"Every process of the study reads the workload again, which takes {told['seconds']:.0f} s, because "
+            f"{told['reason']}. Put what takes long into functions: Evaluation(data=read) is called once, "
+            "Workload(model=build) twice."
+        )
 
     def trial(
         self, recipe: Recipe, plan: Plan, servers: BaselineServers, deadline: float | None, *, again: bool = False

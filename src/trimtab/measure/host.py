@@ -129,7 +129,7 @@ class Others:
         return self.share >= BUSY
 
     def __str__(self) -> str:
-        return f"other processes use {self.share:.0%} of {'this CPU' if self.cpus == 1 else f'these {self.cpus} CPUs'}"
+        return f"other processes used {self.share:.0%} of {'this CPU' if self.cpus == 1 else f'these {self.cpus} CPUs'}"
 
 
 def others(seconds: float = LOOK_S) -> Others | None:

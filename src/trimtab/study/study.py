@@ -198,6 +198,8 @@ class Study:
                 new += trial.state is not State.SKIPPED
         if self._left_out:
             self.notes.append(ranking.too_short(self._left_out))
+        if (note := self.runner.reads_again()) is not None:
+            self.notes.append(note)
 
     def record(self) -> Record:
         """The record of the study so far."""

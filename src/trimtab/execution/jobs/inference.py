@@ -109,18 +109,22 @@ def preload(source: Mapping[str, Any], weights_known: Mapping[str, str]) -> None
 
 
 def prepared(job: Job) -> Subject:
-    """The workload as the dry run prepared it. What the dry run could not write to disk is prepared again and compared.
+    """The workload as the dry run prepared it. What the dry run could not write to disk is prepared again and compared. A job
+    without a dry run prepares the workload, and writes it for the next one.
 
     Raises:
         WorkloadError: inputs, data or weights differ from those of the dry run.
     """
     workload = read_workload(job["workload"])
     limit_threads(job)
-    scratch = pathlib.Path(job["scratch"])
-    subject = materialized(workload, pathlib.Path(job["prepared"]), scratch)
+    folder, scratch = pathlib.Path(job["prepared"]), pathlib.Path(job["scratch"]) if "scratch" in job else None
+    subject = materialized(workload, folder, scratch)
     if subject is None:
         subject = prepare(workload, scratch)
-        reproducibility.check_data(job, subject)
+        if "reference" in job:
+            reproducibility.check_data(job, subject)
+        else:
+            materialize(subject, folder)
     if (limit := job.get("thread_limit")) is None:
         return subject
     return dataclasses.replace(subject, candidate=subject.candidate.with_settings({"threads": limit}))
@@ -209,6 +213,7 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Let other processes time an artifact on its first test vector, until killed."""
     artifact = open_artifact(job["artifact"])
+    limit_threads(artifact.manifest.evidence)  # as in the record that this timing is held against
     original = artifact.load_baseline() if job["baseline"] else None
     executable = artifact.load(trust=job["trust"]) if original is None else original
     runner: Runner
@@ -383,6 +388,8 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
     figures["inputs"] = subject.candidate.describe()
+    if job.get("thread_limit") is not None:
+        figures["thread_limit"] = job["thread_limit"]
     if not executable.settings.memory.keep_freed:  # this process cannot undo it; the original lacks it
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
