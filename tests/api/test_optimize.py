@@ -88,6 +88,8 @@ def test_the_json_of_optimize_has_exactly_what_is_promised(study) -> None:
             "ladder",
             "trials",
             "best",
+            "steps",
+            "note",
             "artifact",
             "report",
             "seconds",

@@ -39,7 +39,7 @@ def energy(study: Study, artifact: str, seconds: tuple[float, float]) -> Energy:
 
 def _measured(study: Study, artifact: str, seconds: tuple[float, float], meter: Meter) -> Energy:
     power = Power(meter)
-    with study.runner.servers(f"{RIVALS}/energy", forked=False) as servers:
+    with study.runner.servers(f"{RIVALS}/energy") as servers:
         for (name, baseline), call_s in zip((("subject", False), ("rival", True)), seconds, strict=True):
             servers.begin(name, {"artifact": artifact, "trust": True, "baseline": baseline})  # just written by this study
             servers.ready(name, seconds=READY_S, interrupted=study.interrupted)
