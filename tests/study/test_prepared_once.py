@@ -54,8 +54,6 @@ def run(tmp_path: pathlib.Path, more: str = "") -> tuple[collections.Counter[str
     file.write_text(FILE.format(log=str(log), more=textwrap.dedent(more)))
     found = trimtab.optimize(file, trials=3, out=tmp_path / "run", timing_seconds=0.5, progress=trimtab.Progress())
     assert len(found.study.trials) == 3
-    assert found.best is not None
-    assert found.best.artifact is not None
     assert not (tmp_path / "run" / PREPARED).exists()
     return collections.Counter(log.read_text().split()), found.all_notes()
 
@@ -63,7 +61,7 @@ def run(tmp_path: pathlib.Path, more: str = "") -> tuple[collections.Counter[str
 def test_data_is_read_once_and_the_model_built_twice_in_a_whole_study(tmp_path: pathlib.Path) -> None:
     read, notes = run(tmp_path)
     assert read == {"file": 2, "data": 1, "model": 2}
-    assert not [note for note in notes if "again" in note]
+    assert not [note for note in notes if note.startswith("Every process")]
 
 
 def test_a_model_that_cannot_be_pickled_is_built_by_every_process_and_a_note_says_why(tmp_path: pathlib.Path) -> None:
@@ -86,7 +84,7 @@ def test_a_file_that_leaves_threads_behind_is_read_by_every_process_and_a_note_s
     read, notes = run(tmp_path, more)
     assert (read["data"], read["model"]) == (1, 2)
     assert read["file"] > 4
-    (note,) = (note for note in notes if "again" in note)
+    (note,) = (note for note in notes if "reads the workload" in note)
     assert note.startswith("Every process of the study reads the workload again, which takes ")
     assert "because reading it starts threads, which other processes would lack" in note
 
@@ -161,5 +159,5 @@ def test_a_function_that_reads_data_and_raises_is_named() -> None:
         raise FileNotFoundError("images.npz")
 
     evaluation = trimtab.Evaluation(data=data, score=lambda output, target: output)
-    with pytest.raises(WorkloadError, match=r"The function that reads the evaluation data raised .*images\.npz"):
+    with pytest.raises(WorkloadError, match=r"The function that reads the evaluation data raised: .*images\.npz"):
         prepare(trimtab.Workload(model=nn.Linear(4, 2), inputs=torch.ones(3, 4), evaluation=evaluation))
