@@ -248,7 +248,7 @@ def test_processes_that_run_unlike_each_time_are_not_blamed_on_a_busy_machine() 
 def test_the_verdict_quotes_no_number_that_the_page_says_not_to_quote(ratio: Interval, words: str) -> None:
     best = trial(2, Recipe(backend=OpenVino()), labels=True, limit=0.02, draw=random.Random(0))
     again = dataclasses.replace(confirmed(best, labels=True, limit=0.02), speedup=ratio)
-    study: Any = types.SimpleNamespace(trials=[best], options=Options())
+    study: Any = types.SimpleNamespace(trials=[best], options=Options(), thread_limit=None)
     sentence = conclusions.improved(study, Best(trial=best, confirmation=again, artifact=None), [], best)
     assert sentence.startswith(words + "3.62x the tuned original (3.50 to 3.75)")
 
