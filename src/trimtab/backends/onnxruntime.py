@@ -136,7 +136,8 @@ class OnnxRuntime(Backend):
     Pays off for most networks at small batches, because of its fusions and its low overhead per call, and for small
     deployments. Dynamic int8 pays off for transformers and recurrent networks (on one machine a small LSTM ran 2.8 times as
     fast; all other runtimes gained less than half of that), static int8 for convolutions; both on CPUs with VNNI or similar
-    instructions. Dynamic dimensions cost little (MiniLM: 7.6 ms with them, 7.9 ms without), so they are kept if the export
+    instructions. On an AVX2 CPU without VNNI, static int8 ran 1.3 times as fast as float32 for a CNN of 100 microseconds, and
+    0.94 times for one of 45. Dynamic dimensions cost little (MiniLM: 7.6 ms with them, 7.9 ms without), so they are kept if the export
     keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
     """
 
