@@ -197,9 +197,12 @@ def keep_products_float(path: pathlib.Path) -> None:
 
 
 def _reads_float(node: Any, users: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether the runtime computes ``node`` in float: it is no product or convolution, and its output is not quantized."""
+    """Whether the runtime computes ``node`` in float: it is no product or convolution, and no other operator with an int8 form
+    whose output is quantized."""
+    registry = require("onnxruntime.quantization.registry")
     quantized = any(user.op_type == "QuantizeLinear" for name in node.output for user in users[name])
-    return node.op_type not in HEAVY and not quantized
+    known = node.op_type in registry.QDQRegistry or node.op_type in registry.QLinearOpsRegistry
+    return node.op_type not in HEAVY and not (quantized and known)
 
 
 def per_tensor_weights(path: pathlib.Path) -> list[str]:
