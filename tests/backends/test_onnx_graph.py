@@ -68,7 +68,8 @@ class Heads(nn.Module):
 def test_int8_products_are_rounded_only_for_other_products(tmp_path):
     torch.manual_seed(1)
     model = Heads().eval()
-    candidate = Candidate.of(model, (torch.randn(1, 16),), calibration=[((torch.randn(1, 16),), {}) for _ in range(32)])
+    rows = torch.randn(32, 16).split(1)
+    candidate = Candidate.of(model, (rows[0],), calibration=[((row,), {}) for row in rows])
     backend = OnnxRuntime(precision="int8_static")
     executable = backend.compile(candidate)
     assert executable.notes == ["int8: 3 Gemm; float: none."]
@@ -78,8 +79,7 @@ def test_int8_products_are_rounded_only_for_other_products(tmp_path):
     products = [node.output[0] in rounded for node in graph.node if node.op_type in ("Gemm", "MatMul")]
     assert sorted(products) == [False, False, True]
     loaded = backend.load(tmp_path, executable.signature, Settings(threads=1))
-    x = torch.randn(64, 16)
-    for row in x.split(1):
+    for row in rows:
         for got, again, want in zip(executable(row), loaded(row), model(row), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0.05)
             assert torch.equal(got, again)
