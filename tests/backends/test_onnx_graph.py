@@ -34,7 +34,9 @@ def operators(executable, folder):
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
-@pytest.mark.parametrize(("dims", "pooled"), [((2, 3), True), ((-1, -2), True), ((1, 2), False), ((3,), False), ((1, 2, 3), False)])
+@pytest.mark.parametrize(
+    ("dims", "pooled"), [((2, 3), True), ((-1, -2), True), ((1, 2), False), ((3,), False), ((1, 2, 3), False)]
+)
 def test_a_mean_over_the_pixels_is_a_pooling(dims, pooled, keepdim, tmp_path):
     model = Means(dims, keepdim).eval()
     dynamic = {"x": {0: Dim("batch"), 2: Dim("height", min=3)}}

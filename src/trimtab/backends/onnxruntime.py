@@ -249,9 +249,9 @@ def load(folder, threads):
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = onnxruntime.InferenceSession(path, options, providers=where)
     names = session.get_modelmeta().custom_metadata_map["trimtab.inputs"].split(",")
-    known = {{item.name for item in session.get_inputs()}}
+    known, outputs = {{item.name for item in session.get_inputs()}}, [item.name for item in session.get_outputs()]
     def call(arrays):
-        return session.run(None, {{name: array for name, array in zip(names, arrays) if name in known}})
+        return session.run(outputs, {{name: array for name, array in zip(names, arrays) if name in known}})
     return call
 """
 
