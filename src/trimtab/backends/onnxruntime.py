@@ -137,8 +137,8 @@ class OnnxRuntime(Backend):
     deployments. Dynamic int8 pays off for transformers and recurrent networks (on one machine a small LSTM ran 2.8 times as
     fast; all other runtimes gained less than half of that), static int8 for convolutions; both on CPUs with VNNI or similar
     instructions. On an AVX2 CPU without VNNI, static int8 ran 1.3 times as fast as float32 for a CNN of 100 microseconds, and
-    0.94 times for one of 45. Dynamic dimensions cost little (MiniLM: 7.6 ms with them, 7.9 ms without), so they are kept if the export
-    keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
+    0.94 times for one of 45. Dynamic dimensions cost little (MiniLM: 7.6 ms with them, 7.9 ms without), so they are kept if the
+    export keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
     """
 
     name = "onnxruntime"
