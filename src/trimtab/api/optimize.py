@@ -18,6 +18,7 @@ from trimtab._internal.serialization import write_json
 from trimtab._internal.text import of_type
 from trimtab._internal.units import positive, seconds
 from trimtab._internal.user_code import outside_workers
+from trimtab._internal.validation import checked_call
 from trimtab.artifact.staging import refuse_others
 from trimtab.core.workload import Limits, Workload
 from trimtab.errors import TrimtabError, UsageError
@@ -74,6 +75,7 @@ class Interrupt:
         self._progress.interrupted()
 
 
+@checked_call("trimtab.optimize")
 def optimize(
     workload: Workload | str | os.PathLike[str],
     *,

@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab._internal.serialization import to_json, write_json
 from trimtab._internal.units import positive, seconds
+from trimtab._internal.validation import checked_call
 from trimtab.api.optimize import Interrupt, confirm_s, reported, taken
 from trimtab.core.settings import Settings
 from trimtab.core.workload import Limits, Workload
@@ -79,6 +80,7 @@ class Tuned(Result):
         return f"{self.sentence}\n\n{self.ladder()}\n\n{self.spoken}"
 
 
+@checked_call("trimtab.tune")
 def tune(
     workload: Workload | str | os.PathLike[str],
     *,

@@ -14,7 +14,7 @@ from torch import nn
 from trimtab._internal import units
 from trimtab._internal.text import of_type
 from trimtab._internal.user_code import BY_HAND, user_code
-from trimtab._internal.validation import by_name
+from trimtab._internal.validation import by_name, checked_call
 from trimtab.core.capture import Call, record
 from trimtab.core.dynamic_dims import describe_dims
 from trimtab.core.settings import Settings
@@ -161,6 +161,7 @@ class Limits:
                 raise UsageError(f"{field.name} is {value}; a limit is a positive number.")
 
     @classmethod
+    @checked_call("Limits.parse")
     def parse(
         cls,
         *,
@@ -261,6 +262,7 @@ class Workload:
         return f"Workload({self.name!r}, {model}, mode={self.mode!r}{judged})"
 
     @classmethod
+    @checked_call("Workload.capture")
     def capture(
         cls,
         module: nn.Module,
