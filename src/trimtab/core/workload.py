@@ -6,10 +6,11 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from trimtab._internal import units
 from trimtab._internal.text import of_type
@@ -354,7 +355,14 @@ class Workload:
 
 
 def _check_inputs(inputs: Any) -> None:
-    """Refuse inputs without a tensor, and values that no runtime can be called with."""
+    """Refuse inputs without a tensor, and values that no runtime can be called with, such as a loader or an image."""
+    if isinstance(inputs, (DataLoader, Dataset, Iterator)):
+        one = "dataset[0][0][None]" if isinstance(inputs, Dataset) else "next(loader)[0][:1]"
+        one = "next(iter(loader))[0][:1]" if isinstance(inputs, DataLoader) else one
+        raise UsageError(
+            f"The workload's inputs are {of_type(inputs)}, which yields many examples; the model is called with one batch of "
+            f"them. For a {'dataset' if isinstance(inputs, Dataset) else 'loader'} of (inputs, targets): inputs={one}."
+        )
     if not flatten(as_call(inputs), "the example inputs")[0]:
         given = repr(inputs)
         raise UsageError(
