@@ -258,7 +258,7 @@ WORKLOAD = [
     (
         ":score_raises",
         "Evaluation score raised: IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 9) "
-        f"(faulty.py, line {line('def score_raises')}; outputs float32[48, 2], targets float32[48]). Call it yourself with the "
+        f"(faulty.py, line {line('def score_raises')}; outputs float32[48, 2], targets int64[48]). Call it yourself with the "
         f"model's output for a batch, and its targets. {LOG}",
     ),
     (":metric_string", f"Evaluation metric returned 'good', a str; {ONE}"),
