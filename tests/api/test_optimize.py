@@ -287,10 +287,11 @@ def test_a_seed_that_no_sampler_takes_is_refused(seed: Any) -> None:
         trimtab.optimize("m.py", sampler="tpe", seed=seed)
 
 
-@pytest.mark.parametrize("name", ["latency_ms", "memory_mb", "max_error"])
-def test_a_limit_with_a_unit_is_for_the_command_line(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} is '4ms'; a limit is a plain number, without a unit"):
-        trimtab.Limits(**{name: "4ms"})
+def test_a_limit_of_throughput_needs_the_objective_that_measures_it() -> None:
+    with pytest.raises(UsageError, match="give objective='throughput'"):
+        trimtab.optimize("m.py", limits=trimtab.Limits(throughput=200))
+    with pytest.raises(UsageError, match="Limits throughput=200 is for inference"):
+        trimtab.tune("m.py", limits=trimtab.Limits(throughput="200/s"))  # type: ignore[arg-type]
 
 
 def test_a_path_is_a_reference_and_a_name_that_is_too_long_no_folder(tmp_path) -> None:

@@ -199,6 +199,7 @@ def command_line(
         "--latency": None if limits.latency_ms is None else f"{_exact(limits.latency_ms)}ms",
         "--memory": None if limits.memory_mb is None else f"{_exact(limits.memory_mb)}MB",
         "--size": None if limits.size_mb is None else f"{_exact(limits.size_mb)}MB",
+        "--throughput": None if limits.throughput is None else f"{_exact(limits.throughput)}/s",
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,

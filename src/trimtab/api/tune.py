@@ -179,7 +179,7 @@ def _limits(limits: Limits | None) -> Limits:
         UsageError: there is another limit.
     """
     found = limits or Limits()
-    for name in ("latency_ms", "size_mb"):
+    for name in ("latency_ms", "size_mb", "throughput"):
         if (given := getattr(found, name)) is not None:
             raise UsageError(
                 f"Limits {name}={given:g} is for inference; a training takes max_drop, of its loss, and memory_mb."

@@ -54,6 +54,9 @@ def optimize_command(
     latency: Annotated[str | None, typer.Option(metavar="TIME", help="Largest median latency: 4ms.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest memory above an idle process: 500MB.")] = None,
     size: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size on disk: 5MB.")] = None,
+    throughput: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Least examples per second, as --objective throughput measures: 200/s.")
+    ] = None,
     objective: Annotated[
         Literal["latency", "throughput", "memory", "size"],
         typer.Option(metavar="WHAT", help="latency, throughput, memory or size."),
@@ -110,7 +113,9 @@ def optimize_command(
     console = Console(stderr=json, emoji=False)
     lines = plain or not on_terminal(sys.stderr if json else sys.stdout)
     with view(console, plain=lines, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
-        limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
+        limits = trimtab.Limits.parse(
+            max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size, throughput=throughput
+        )
         subject = brought(workload, inputs, shape, task)
         result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
     if json:
