@@ -137,7 +137,7 @@ def optimize(
     )
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
-    progress = Printed(budget_s=limit_s) if progress is None else progress
+    shown_by_caller, progress = progress is not None, Printed(budget_s=limit_s) if progress is None else progress
     workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
@@ -155,7 +155,10 @@ def optimize(
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
             end = began + limit_s
             until = end - confirm_s(study, limit_s)
-        return _answer(study, began, until, end)
+        result = _answer(study, began, until, end)
+        if not shown_by_caller:
+            progress.stage(result.sentence)
+        return result
 
 
 def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
