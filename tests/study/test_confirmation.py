@@ -219,7 +219,7 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
         "plan": to_json(Plan()),
     }
     with BaselineServers(study.runner.job(), study.folder / "rivals") as rivals:
-        found = starts.beside(study, rivals, {"as_written": study.baseline}, job, study.folder / "start", anew=True)
+        found = starts.beside(study, rivals, {"as_written": study.baseline}, job, study.folder / "start")
         assert found.result is None
         assert found.error == error
         assert ("KeyError: 7" if error == "WorkloadError" else "The process that holds as_written ended") in str(found.reason)

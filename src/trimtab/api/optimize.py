@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ from trimtab.core.workload import Limits, Workload
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.evaluation.evaluate import Objective
 from trimtab.execution.fork_pool import Workers
+from trimtab.execution.trial_runner import PREPARED
 from trimtab.importers.load import is_python, load_workload
 from trimtab.report import write as write_report
 from trimtab.study import confirmation_starts
@@ -38,8 +40,8 @@ from trimtab.study.storage import shown
 from trimtab.study.study import Study
 
 Answer = TypeVar("Answer", bound=Result)
-OVER, LATE = 1.2, 1.5
-"""Multiples of the budget from which on a run notes the excess, and leaves out the explanations."""
+OVER = 1.2
+"""Multiple of the budget from which on a run notes the excess, and which the explanations must not exceed."""
 EXPLAINING = 0.5
 """Expected duration of the explanations, in dry runs of the workload."""
 RESERVED = 0.4
@@ -155,7 +157,10 @@ def optimize(
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
             end = began + limit_s
             until = end - confirm_s(study, limit_s)
-        result = _answer(study, began, until, end)
+        try:
+            result = _answer(study, began, until, end)
+        finally:
+            shutil.rmtree(folder / PREPARED, ignore_errors=True)  # a later run prepares the workload again
         if not shown_by_caller:
             progress.stage(result.sentence)
         return result
@@ -165,7 +170,7 @@ def _answer(study: Study, began: float, until: float | None, end: float | None) 
     """Confirm, ship, explain and report the result by ``end``; steps before the confirmation end by ``until``."""
     status, sentence, best = finish(study, until=until, end=end)
     took, budget = time.monotonic() - began, math.inf if end is None else end - began
-    peaks, explanations = explain(study, best, late=took > LATE * budget)
+    peaks, explanations = explain(study, best, late=took + EXPLAINING * study.runner.startup_s > OVER * budget)
     if (took := time.monotonic() - began) > OVER * budget:
         study.notes.append(
             f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "

@@ -47,9 +47,10 @@ class Evaluation:
 
     data: Any
     """A :class:`torch.utils.data.Dataset` of single examples, an iterable of batches, or a tuple ``(inputs, targets)`` of
-    tensors with all examples. Each item is ``(inputs, target)``; ``inputs`` is a tensor, a tuple of positional arguments or a
-    dict of keyword arguments. Batches are split into examples only if the model treats the rows independently; otherwise, as
-    for a sequence whose first axis is time, items stay whole."""
+    tensors with all examples; or a function without arguments that reads one of these, which a study calls once. Each item is
+    ``(inputs, target)``; ``inputs`` is a tensor, a tuple of positional arguments or a dict of keyword arguments. Batches are
+    split into examples only if the model treats the rows independently; otherwise, as for a sequence whose first axis is time,
+    items stay whole."""
     score: Callable[[Any, Any], Any] | None = None
     """``score(output, target)`` -> the scores of the n examples of a batch: numbers or booleans, shape ``(n,)``. If an item's
     rows are not examples, the mean of its scores counts as one score, unless ``dynamic`` names the batch axis."""
@@ -242,7 +243,8 @@ class Workload:
     evaluation: Evaluation | None = None
     """How results are judged. Without it, outputs are compared with the model's own."""
     calibration: Any = None
-    """Unlabelled batches of real inputs for quantizers. Without it, some of the evaluation's data is set aside for them."""
+    """Unlabelled batches of real inputs for quantizers, or a function that reads them. Without it, some of the evaluation's
+    data is set aside for them."""
     dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None
     """Sizes that may differ between calls: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: inferred from ``examples``
     and the data. A :class:`~trimtab.core.signature.Dim` instead of a name states bounds or a step."""

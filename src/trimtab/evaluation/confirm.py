@@ -190,7 +190,7 @@ def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | N
     if plan.objective not in ("latency", "throughput"):
         return None
     ratio = figures.get("against_tuned", written)
-    if ratio.doubtful:
+    if ratio.unclear:
         figures["undecided"] = True
         said = f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original"
         if (comparison := figures["comparison"]).few:

@@ -39,8 +39,9 @@ HOPELESS = 0.5
 """A recipe surely below this share of the best speed ends after its first timing; later stages do not gain a factor of 2."""
 OPEN = 2
 """Largest number of recipes in a runoff against the first."""
-LEAST_TIMING_S, TIMED = 1.0, 0.2
-"""Least seconds of a timing that must be made, and its share of the remaining budget."""
+LEAST_TIMING_S, TIMED, EARLY = 1.0, 0.1, 0.04
+"""Least seconds of a timing, and its maximum share of the remaining budget: of any trial, and of those that the search begins
+with."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
@@ -387,10 +388,10 @@ def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startu
     return max(same, default=usual)
 
 
-def in_time(seconds: float, end: float | None) -> float:
-    """``seconds`` of timing, shortened to a share of the time until ``end`` (``time.monotonic``), but at least
+def in_time(seconds: float, end: float | None, share: float = TIMED) -> float:
+    """``seconds`` of timing, shortened to a ``share`` of the time until ``end`` (``time.monotonic``), but at least
     :data:`LEAST_TIMING_S`."""
-    return seconds if end is None else min(seconds, max(LEAST_TIMING_S, TIMED * (end - time.monotonic())))
+    return seconds if end is None else min(seconds, max(LEAST_TIMING_S, share * (end - time.monotonic())))
 
 
 def too_short(left_out: Sequence[Trial]) -> str:
