@@ -27,10 +27,11 @@ from trimtab.data.splits import Batch, Splits
 from trimtab.evaluation import reproducibility
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.tensors.structure import flatten, map_tensors, tensors_of
+from trimtab.tensors.weights import weight_bytes
 
 MODEL, DATA, FACTS = "model.pt", "data.pt", "materialized.json"
 MOST_OF_DISK = 0.5
-"""Maximum share of the free disk space that the data may take."""
+"""Maximum share of the free disk space that the model or the data may take."""
 CLOSE = 1e-3
 """Relative and absolute tolerance between outputs of the model and of its copy from disk, whose weights are bit-identical."""
 
@@ -72,6 +73,8 @@ def materialized(workload: Workload, folder: pathlib.Path, scratch: pathlib.Path
 def _written_model(subject: Subject, path: pathlib.Path) -> str | None:
     """Why the model cannot be written and read again; ``None`` if it was."""
     candidate = subject.candidate
+    if (reason := _too_large(weight_bytes(candidate.model), path)) is not None:
+        return reason
     try:
         kept = (candidate.model, *_compact((candidate.args, dict(candidate.kwargs))))
         torch.save(kept, path, pickle_module=cloudpickle)
@@ -109,9 +112,8 @@ def _written_data(subject: Subject, path: pathlib.Path) -> str | None:
     splits, calls = _compact_splits(subject.splits), _compact(list(candidate.calibration))
     batches = {id(batch): batch for part in (splits.calibration, splits.selection, splits.test) for batch in part}
     size = sum(tensor.nbytes for tensor in tensors_of([calls, [(batch.inputs, batch.target) for batch in batches.values()]]))
-    free = shutil.disk_usage(path.parent).free
-    if size > MOST_OF_DISK * free:
-        return f"it takes {size / 1e6:.0f} MB, more than half of the {free / 1e6:.0f} MB that are free in {path.parent}"
+    if (reason := _too_large(size, path)) is not None:
+        return reason
     try:
         torch.save((splits, dataclasses.replace(candidate, calibration=tuple(calls))), path, pickle_module=cloudpickle)
     except MODEL_ERRORS as error:
@@ -119,6 +121,14 @@ def _written_data(subject: Subject, path: pathlib.Path) -> str | None:
             raise
         return f"it cannot be pickled ({_cause(error)})"
     return None
+
+
+def _too_large(size: int, path: pathlib.Path) -> str | None:
+    """Why ``size`` bytes are not written to ``path``; ``None`` if they are few enough."""
+    free = shutil.disk_usage(path.parent).free
+    if size <= MOST_OF_DISK * free:
+        return None
+    return f"it takes {size / 1e6:.0f} MB, more than half of the {free / 1e6:.0f} MB that are free in {path.parent}"
 
 
 def _compact_splits(splits: Splits) -> Splits:

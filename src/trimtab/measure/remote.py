@@ -156,7 +156,7 @@ def _answer(runner: Runner, verb: str, calls: int, count: int) -> dict[str, Any]
     known = verb == "block" or (verb == "samples" and isinstance(runner, SampledRunner))
     if not known or not 1 <= calls <= MAX_CALLS or not 1 <= count <= MAX_CALLS:
         return {
-            "error": f"There is no request {verb!r} for {count} times {calls} calls; ask for hello, pace, stop, or a block or "
+            "error": f"There is no request {verb!r} for {count} x {calls} calls; ask for hello, pace, stop, or a block or "
             f"samples of 1 to {MAX_CALLS}."
         }
     try:

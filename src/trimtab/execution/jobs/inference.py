@@ -161,6 +161,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         refuse_nan(subject.candidate)
         found = {} if evaluation is None else {name: least_drop(evaluation, *half) for name, half in halves.items()}
     reference.save(pathlib.Path(job["reference"]))
+    torch.set_num_threads(threads)
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
     findings, failures = _findings(subject)
