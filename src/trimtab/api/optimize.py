@@ -109,20 +109,18 @@ def optimize(
         budget: time for the run, as ``"10m"`` or in seconds; ``None`` tries everything. A late confirmation may exceed it.
         trials: largest number of new trials.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
-        sampler: ``ladder``, or ``tpe`` for long budgets.
+        sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
         worker_memory_mb: memory limit of one worker process, in MB.
         trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
-        seed: seed of the sampler.
         progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
         ArtifactError: the artifact folder in the run folder has foreign files.
-        WorkloadError: the workload fails.
-        StorageError: the storage cannot be used; finished trials are kept.
+        WorkloadError, StorageError: the workload fails, or the storage cannot be used; finished trials are kept.
         KeyboardInterrupt: on the second Ctrl-C, or on the first before any trial has finished; finished trials are kept.
     """
     began = time.monotonic()
@@ -139,7 +137,7 @@ def optimize(
     )
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
-    shown_by_caller, progress = progress is not None, Printed(budget_s=limit_s) if progress is None else progress
+    progress = Printed(budget_s=limit_s) if progress is None else progress
     workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
@@ -155,15 +153,11 @@ def optimize(
             study.search(most=most)
         else:
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
-            end = began + limit_s
-            until = end - confirm_s(study, limit_s)
+            until, end = began + limit_s - confirm_s(study, limit_s), began + limit_s
         try:
-            result = _answer(study, began, until, end)
+            return _answer(study, began, until, end)
         finally:
             shutil.rmtree(folder / PREPARED, ignore_errors=True)  # a later run prepares the workload again
-        if not shown_by_caller:
-            progress.stage(result.sentence)
-        return result
 
 
 def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
@@ -191,6 +185,8 @@ def reported(result: Answer) -> Answer:
     except (TrimtabError, OSError) as error:  # the result is valid without a report
         study.progress.remark(f"There is no report. {error}")
     write_json(study.folder / RESULT_FILE, result)
+    if type(study.progress) is Printed:  # a caller's own progress decides what to show
+        study.progress.stage(result.sentence)
     return result
 
 

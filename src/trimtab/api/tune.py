@@ -143,7 +143,7 @@ def tune(
     limit_s = None if budget is None else seconds(budget, "budget")
     workload = taken(workload, "trimtab.tune")
     folder = run_folder(workload, out, "-tune")
-    shown_by_caller, progress = progress is not None, Printed(budget_s=limit_s) if progress is None else progress
+    progress = Printed(budget_s=limit_s) if progress is None else progress
     with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
         asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates}
         command = _spoken(workload, options, **asked, out=str(folder))
@@ -160,10 +160,7 @@ def tune(
             )
         study.record().write(study.folder)
         study.search(deadline=limit_s and began + limit_s, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
-        result = _answer(study, began)
-        if not shown_by_caller:
-            progress.stage(result.sentence)
-        return result
+        return _answer(study, began)
 
 
 def _answer(study: Study, began: float) -> Tuned:
