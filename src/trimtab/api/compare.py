@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from trimtab._internal.files import path_of
 from trimtab._internal.units import positive
 from trimtab._internal.user_code import outside_workers
+from trimtab._internal.validation import checked_call
 from trimtab.artifact.manifest import MANIFEST
 from trimtab.core.measurement import Comparison, Interval
 from trimtab.core.workload import Workload
@@ -70,6 +71,7 @@ class Timing:
         return "" if doubt is None else f"\n{doubt} Measure longer (--time 60s), or when the machine is quiet."
 
 
+@checked_call("trimtab.compare")
 def compare(
     subject: Workload | str | os.PathLike[str],
     rival: Workload | str | os.PathLike[str] | None = None,

@@ -19,6 +19,7 @@ from trimtab._internal.serialization import write_json
 from trimtab._internal.text import of_type
 from trimtab._internal.units import positive, seconds
 from trimtab._internal.user_code import outside_workers
+from trimtab._internal.validation import checked_call
 from trimtab.artifact.staging import refuse_others
 from trimtab.core.workload import Limits, Workload
 from trimtab.errors import TrimtabError, UsageError
@@ -76,6 +77,7 @@ class Interrupt:
         self._progress.interrupted()
 
 
+@checked_call("trimtab.optimize")
 def optimize(
     workload: Workload | str | os.PathLike[str],
     *,
@@ -107,20 +109,18 @@ def optimize(
         budget: time for the run, as ``"10m"`` or in seconds; ``None`` tries everything. A late confirmation may exceed it.
         trials: largest number of new trials.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
-        sampler: ``ladder``, or ``tpe`` for long budgets.
+        sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
         worker_memory_mb: memory limit of one worker process, in MB.
         trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
-        seed: seed of the sampler.
         progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
         ArtifactError: the artifact folder in the run folder has foreign files.
-        WorkloadError: the workload fails.
-        StorageError: the storage cannot be used; finished trials are kept.
+        WorkloadError, StorageError: the workload fails, or the storage cannot be used; finished trials are kept.
         KeyboardInterrupt: on the second Ctrl-C, or on the first before any trial has finished; finished trials are kept.
     """
     began = time.monotonic()
@@ -153,8 +153,7 @@ def optimize(
             study.search(most=most)
         else:
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
-            end = began + limit_s
-            until = end - confirm_s(study, limit_s)
+            until, end = began + limit_s - confirm_s(study, limit_s), began + limit_s
         try:
             return _answer(study, began, until, end)
         finally:
@@ -186,6 +185,8 @@ def reported(result: Answer) -> Answer:
     except (TrimtabError, OSError) as error:  # the result is valid without a report
         study.progress.remark(f"There is no report. {error}")
     write_json(study.folder / RESULT_FILE, result)
+    if type(study.progress) is Printed:  # a caller's own progress decides what to show
+        study.progress.stage(result.sentence)
     return result
 
 
@@ -202,6 +203,7 @@ def command_line(
         "--latency": None if limits.latency_ms is None else f"{_exact(limits.latency_ms)}ms",
         "--memory": None if limits.memory_mb is None else f"{_exact(limits.memory_mb)}MB",
         "--size": None if limits.size_mb is None else f"{_exact(limits.size_mb)}MB",
+        "--throughput": None if limits.throughput is None else f"{_exact(limits.throughput)}/s",
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,

@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab._internal.serialization import to_json, write_json
 from trimtab._internal.units import positive, seconds
+from trimtab._internal.validation import checked_call
 from trimtab.api.optimize import Interrupt, confirm_s, reported, taken
 from trimtab.core.settings import Settings
 from trimtab.core.workload import Limits, Workload
@@ -79,6 +80,7 @@ class Tuned(Result):
         return f"{self.sentence}\n\n{self.ladder()}\n\n{self.spoken}"
 
 
+@checked_call("trimtab.tune")
 def tune(
     workload: Workload | str | os.PathLike[str],
     *,
@@ -177,7 +179,7 @@ def _limits(limits: Limits | None) -> Limits:
         UsageError: there is another limit.
     """
     found = limits or Limits()
-    for name in ("latency_ms", "size_mb"):
+    for name in ("latency_ms", "size_mb", "throughput"):
         if (given := getattr(found, name)) is not None:
             raise UsageError(
                 f"Limits {name}={given:g} is for inference; a training takes max_drop, of its loss, and memory_mb."

@@ -55,6 +55,7 @@ def optimize_command(
     latency: Annotated[str | None, typer.Option(metavar="TIME", help="Largest median latency: 4ms.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest memory above an idle process: 500MB.")] = None,
     size: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size on disk: 5MB.")] = None,
+    throughput: Annotated[str | None, typer.Option(metavar="RATE", help="Least examples per second: 200/s.")] = None,
     objective: Annotated[
         Literal["latency", "throughput", "memory", "size"],
         typer.Option(metavar="WHAT", help="latency, throughput, memory or size."),
@@ -71,7 +72,7 @@ def optimize_command(
     storage: Annotated[str | None, typer.Option(metavar="URL", help="Database [SQLite in the run folder].")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is in the run folder.")] = False,
     worker_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory limit of a worker: 4GB [80% of what is free].")
+        str | None, typer.Option(metavar="SIZE", help="Memory limit of a worker: 4GB [80% of free].")
     ] = None,
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
@@ -112,7 +113,9 @@ def optimize_command(
     console = Console(stderr=json, emoji=False)
     lines = plain or not on_terminal(sys.stderr if json else sys.stdout)
     with view(console, plain=lines, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
-        limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
+        limits = trimtab.Limits.parse(
+            max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size, throughput=throughput
+        )
         subject = brought(workload, inputs, shape, task)
         result = annotated(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
     if json:

@@ -148,6 +148,13 @@ def misses(trial: Trial, limits: Limits) -> list[Miss]:
             )
         elif value > limit:
             found.append(Miss(name, value / limit, f"Its {name} of {value:.4g} {unit} is above the limit of {limit:g} {unit}."))
+    least, rate = limits.throughput, None if trial.throughput is None else trial.throughput.median
+    if least is not None and rate is None:
+        words = f"Its throughput was not measured, so it cannot be said to keep {least:g} examples/s."
+        found.append(Miss("throughput", math.inf, words))
+    elif least is not None and rate is not None and rate < least:
+        words = f"Its throughput of {rate:.4g} examples/s is below the limit of {least:g} examples/s."
+        found.append(Miss("throughput", least / rate, words))
     return found
 
 
@@ -297,6 +304,7 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
             ("latency", limits.latency_ms, "ms"),
             ("memory", limits.memory_mb, "MB"),
             ("size", limits.size_mb, "MB"),
+            ("throughput", limits.throughput, "examples/s"),
         )
         if limit is not None
     )
