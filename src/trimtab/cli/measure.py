@@ -18,6 +18,7 @@ from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, brought
 from trimtab.core.measurement import Interval
+from trimtab.measure.host import others
 
 if TYPE_CHECKING:
     from trimtab.artifact.artifact import Verification
@@ -56,6 +57,7 @@ def measure_command(
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
     """
     most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width", "2%")
+    _note_others()
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         given = [one for one in (subject, vs) if one is not None]
         is_python = late("importers.load").is_python  # imports torch
@@ -71,6 +73,13 @@ def measure_command(
         dumps(to_json(found) | {"profiles": to_json(profiles)}) if json else plain("\n".join(map(str, (found, *profiles))))
     )
     return 0
+
+
+def _note_others() -> None:
+    """Print a note to standard error if other processes make this machine busy."""
+    found = others()
+    if found is not None and found.busy:
+        typer.echo(f"note: Busy machine: {found}, so figures will be wide.", err=True)
 
 
 def _is_folder(what: str) -> bool:
@@ -92,6 +101,7 @@ def verify_command(
       trimtab verify runs/digits/artifact --json
     """
     most = seconds(time, "--time")
+    _note_others()
     with waiting(f"verifying {artifact}: files, outputs, environment, speed"):
         found = trimtab.verify(artifact, trust=trust, seconds=most)
     typer.echo(dumps(found) if json else "\n".join(plain(line) for line in _lines(found)))

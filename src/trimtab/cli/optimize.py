@@ -61,7 +61,9 @@ def optimize_command(
         typer.Option(metavar="WHAT", help="latency, throughput, memory or size."),
     ] = "latency",
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for everything: 90s, 10m, 2h.")] = None,
-    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most so many new trials.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="At most so many new trials, besides the original's.")
+    ] = None,
     sampler: Annotated[
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
