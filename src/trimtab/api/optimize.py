@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import shlex
-import shutil
 import signal
 import threading
 import time
@@ -25,7 +24,6 @@ from trimtab.core.workload import Limits, Workload
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.evaluation.evaluate import Objective
 from trimtab.execution.fork_pool import Workers
-from trimtab.execution.trial_runner import PREPARED
 from trimtab.importers.load import is_python, load_workload
 from trimtab.report import write as write_report
 from trimtab.study import confirmation_starts
@@ -138,6 +136,7 @@ def optimize(
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
     progress = Printed(budget_s=limit_s) if progress is None else progress
+    began = progress.began_at or began  # the command line's clock also counts the imports
     workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
@@ -155,10 +154,7 @@ def optimize(
         else:
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
             until, end = began + limit_s - confirm_s(study, limit_s), began + limit_s
-        try:
-            return _answer(study, began, until, end)
-        finally:
-            shutil.rmtree(folder / PREPARED, ignore_errors=True)  # a later run prepares the workload again
+        return _answer(study, began, until, end)
 
 
 def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:

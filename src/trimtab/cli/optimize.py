@@ -62,7 +62,7 @@ def optimize_command(
     ] = "latency",
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for everything: 90s, 10m, 2h.")] = None,
     trials: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="At most so many new trials, besides the original's.")
+        int | None, typer.Option(metavar="N", min=1, help="At most so many trials beside the original's.")
     ] = None,
     sampler: Annotated[
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
@@ -99,25 +99,20 @@ def optimize_command(
     """
     _find(workload)
     budget_s = None if budget is None else seconds(budget, "--budget")
-    options: dict[str, Any] = {
-        "budget": budget_s,
-        "trials": trials,
-        "objective": objective,
-        "sampler": sampler,
-        "out": out,
+    options: dict[str, Any] = {"budget": budget_s, "trials": trials, "objective": objective, "sampler": sampler, "out": out}
+    options |= {
         "storage": storage,
         "fresh": fresh,
+        "seed": seed,
         "worker_memory_mb": None if worker_memory is None else megabytes(worker_memory, "--worker-memory"),
         "trial_seconds": seconds(trial_time, "--trial-time"),
         "timing_seconds": seconds(timing, "--timing"),
-        "seed": seed,
     }
     console = Console(stderr=json, emoji=False)
     lines = plain or not on_terminal(sys.stderr if json else sys.stdout)
     with view(console, plain=lines, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
-        limits = trimtab.Limits.parse(
-            max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size, throughput=throughput
-        )
+        limit = {"max_drop": max_drop, "max_error": max_error, "latency": latency, "memory": memory, "size": size}
+        limits = trimtab.Limits.parse(**limit, throughput=throughput)
         subject = brought(workload, inputs, shape, task)
         result = annotated(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
     if json:

@@ -115,7 +115,10 @@ def exclusive(folder: pathlib.Path) -> Iterator[None]:
                 "Python, out=...)."
             )
         _tidy(folder)
-        yield
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / PREPARED, ignore_errors=True)  # a later run prepares the workload again
 
 
 def _tidy(folder: pathlib.Path) -> None:
