@@ -159,8 +159,18 @@ def test_the_manifest_states_the_facts(pristine: Artifact) -> None:
     assert [case.inputs[0].shape[0] for case in pristine.golden().cases] == [1, 3, 3]
     assert set(manifest.files) >= {"run.py", "README.md", "golden.safetensors", "evidence.json", "model/program.pt2"}
     readme = (pristine.path / "README.md").read_text()
-    assert "speedup: 2 (95% interval 1.9 to 2.1)" in readme
+    assert "speed-up over the model as written: 2 (95% interval 1.9 to 2.1)" in readme
     assert "`images: float32[batch, 1, 8, 8]`" in readme
+
+
+def test_the_call_in_the_readme_runs_without_trimtab(pristine: Artifact) -> None:
+    found = re.search(r"```python\n(import runpy.*?)```", (pristine.path / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    before = "import sys, torch\nsys.modules['trimtab'] = None\nimages = torch.ones(2, 1, 8, 8)"
+    script = f"{before}\n{found[1]}\nprint(outputs[0].sum().item())"
+    ran = subprocess.run([sys.executable, "-c", script], cwd=pristine.path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) == pytest.approx(pristine.load().run([torch.ones(2, 1, 8, 8)])[0].sum().item(), abs=1e-4)
 
 
 def test_no_file_holds_a_pickle_or_a_path_of_this_machine(pristine: Artifact) -> None:
@@ -588,7 +598,7 @@ def test_an_original_that_cannot_be_written_is_left_out(tmp_path: pathlib.Path, 
 def test_a_vague_speed_up_is_quoted_by_its_lower_bound(pristine: Artifact) -> None:
     then = to_json(Interval(622.5, 41.31, 9380.0))
     vague = dataclasses.replace(pristine.manifest, evidence={"speedup": then})
-    assert "speedup: at least 41.31x (95% interval 41.31 to 9380)" in readme(vague, {})
+    assert "speed-up over the model as written: at least 41.31x (95% interval 41.31 to 9380)" in readme(vague, {})
     found = Verification(
         path="artifact",
         ok=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,22 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
     )
 
 
+LABELS = {
+    "thread_limit": "threads with which both were timed",
+    "speedup": "speed-up over the model as written",
+    "against_tuned": "speed-up over the tuned original",
+    "latency_ms": "latency of one call",
+    "baseline_score": "score of the model as written, on test data",
+    "score": "its score, on the same data",
+    "drop": "drop of the score",
+    "size_mb": "size in MB",
+    "peak_mb": "peak memory in MB of a process that loads and calls it",
+    "cold_s": "seconds to the first answer",
+    "baseline_speedup": "speed-up of the original in this folder over the model as written",
+}
+"""What a reader calls the figures of the evidence."""
+
+
 def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
     """Text of ``README.md``: how to run the model, its inputs and outputs, measurements and conditions."""
     parts = [
@@ -99,7 +116,16 @@ def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
 def _how(manifest: Manifest) -> list[str]:
     trust = ", trust=True" if manifest.native_code else ""
     packages = " ".join(dict.fromkeys((*manifest.packages, "numpy", "safetensors")))
-    parts = ["## Run it", f"Without trimtab (needs `{packages}`):", "```console\n$ python run.py\n```", "With it:"]
+    names = ", ".join(re.sub(r"\W", "_", spec.name) for spec in manifest.signature.inputs)
+    kind = "torch tensors" if "torch" in manifest.packages else "numpy arrays"
+    # not imported: that would write a file into this folder, whose files are listed
+    call = f'call = runpy.run_path("run.py")["load"]("model", {manifest.settings.threads})\noutputs = call([{names}])'
+    parts = [
+        "## Run it",
+        f"Without trimtab, in this folder (needs `{packages}`). Inputs and outputs are {kind}, in the order below:",
+        f"```python\nimport runpy\n\n{call}\n```",
+        "`python run.py` checks the test vectors. With trimtab:",
+    ]
     parts.append(f'```python\nimport trimtab\n\nmodel = trimtab.load("."{trust})\n```')
     if manifest.native_code:
         parts.append(
@@ -124,7 +150,7 @@ def _figures(manifest: Manifest) -> list[str]:
     for name, value in manifest.evidence.items():
         ratio = from_json(Interval, value) if name in CLAIMS and value is not None else None
         if (text := _figure(value, claim=ratio.quoted() if ratio is not None and ratio.vague else None)) is not None:
-            lines.append(f"{name}: {text}")
+            lines.append(f"{LABELS.get(name, name)}: {text}")
     errors, allowed = manifest.golden.measured, manifest.golden.tolerance
     for spec, error, most in zip(manifest.signature.outputs, errors, allowed, strict=True):
         if error is not None:
