@@ -70,9 +70,7 @@ def optimize_command(
     ] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", help="Database [SQLite in the run folder].")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is in the run folder.")] = False,
-    worker_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory limit of a worker: 4GB [80% of free].")
-    ] = None,
+    worker_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a worker: 4GB [80% of free].")] = None,
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,
