@@ -107,7 +107,7 @@ def optimize(
         workload: a :class:`Workload`, or a reference such as ``"model.py:workload"`` (see :func:`trimtab.load_workload`).
         limits: limits that a recipe must keep; by default the score may drop by 1%.
         budget: time for the run, as ``"10m"`` or in seconds; ``None`` tries everything. A late confirmation may exceed it.
-        trials: largest number of new trials.
+        trials: largest number of new trials, besides that of the model as written.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
@@ -149,6 +149,7 @@ def optimize(
             study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
         until = end = None
+        most = study.besides_baseline(most)
         if limit_s is None:
             study.search(most=most)
         else:

@@ -114,7 +114,7 @@ def tune(
         workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
         limits: ``max_drop``, the largest rise of the final loss in its units (default 1% of it), and ``memory_mb``.
         budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything.
-        trials, updates: largest number of new trials, and number of updates over which losses are compared.
+        trials, updates: largest number of new trials besides that of the training as written, and number of updates over which losses are compared.
         out: the run folder; default ``runs/NAME-tune``. A study in it is resumed.
         storage: URL of a database instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
@@ -159,7 +159,8 @@ def tune(
                 workers=workers,
             )
         study.record().write(study.folder)
-        study.search(deadline=limit_s and began + limit_s, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
+        deadline, most = limit_s and began + limit_s, study.besides_baseline(most)
+        study.search(deadline=deadline, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
         return _answer(study, began)
 
 

@@ -19,6 +19,7 @@ from trimtab._internal.text import counted, no_file
 from trimtab._internal.text import plain as cleaned
 from trimtab._internal.units import megabytes, seconds
 from trimtab.cli._boundary import again
+from trimtab.cli._lazy import late
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
 
@@ -60,7 +61,9 @@ def optimize_command(
         typer.Option(metavar="WHAT", help="latency, throughput, memory or size."),
     ] = "latency",
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for everything: 90s, 10m, 2h.")] = None,
-    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most so many new trials.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="At most so many new trials, besides the original's.")
+    ] = None,
     sampler: Annotated[
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
@@ -74,6 +77,7 @@ def optimize_command(
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,
+    note: Annotated[str | None, typer.Option(metavar="TEXT", help="Your own words, for the record and the report.")] = None,
     inputs: Inputs = None,
     shape: Shape = None,
     task: Task = None,
@@ -113,7 +117,7 @@ def optimize_command(
             max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size, throughput=throughput
         )
         subject = brought(workload, inputs, shape, task)
-        result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
+        result = annotated(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
     if json:
         typer.echo(dumps(result))
     else:
@@ -121,6 +125,16 @@ def optimize_command(
     if progress.cut_short and not quiet:
         console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
+
+
+def annotated(result: Result, note: str | None) -> Result:
+    """``result`` with the user's ``note`` in the storage of its study, its record and its report. An empty note removes the
+    earlier one, ``None`` leaves it."""
+    if note is None:
+        return result
+    result.study.storage.note(late("study.result").NOTE, note.strip() or None)
+    found: Result = late("api.optimize").reported(result)
+    return found
 
 
 def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:

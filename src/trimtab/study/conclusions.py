@@ -31,7 +31,18 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
         words += f" and {tuned.single()} the tuned original"
         words += "" if tuned.unclear else f" ({tuned.bounds()})"
     words += _cost(study, found)
-    return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+    return words + "." + apart(found) + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+
+
+def apart(found: Best) -> str:
+    """A sentence, with a space before it, if the intervals of the search and of the confirmation do not meet; else empty."""
+    searched, again = found.trial.speedup, found.confirmation.speedup
+    if searched is None or again is None or (searched.low <= again.high and again.low <= searched.high):
+        return ""
+    return (
+        f" The search had measured {searched.times()}, an interval that does not meet the confirmed {again.times()}: quote the "
+        "confirmed one, which rests on more starts."
+    )
 
 
 def _measured(study: Study, found: Confirmation) -> str:

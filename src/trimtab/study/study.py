@@ -201,6 +201,10 @@ class Study:
         if (note := self.runner.reads_again()) is not None:
             self.notes.append(note)
 
+    def besides_baseline(self, trials: int | None) -> int | None:
+        """The number of new trials that tries ``trials`` recipes besides the baseline, which a first run has to time too."""
+        return None if trials is None else trials + all(trial.recipe != self.baseline for trial in self._trials)
+
     def record(self) -> Record:
         """The record of the study so far."""
         return Record(
