@@ -114,7 +114,7 @@ def tune(
         workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
         limits: ``max_drop``, the largest rise of the final loss in its units (default 1% of it), and ``memory_mb``.
         budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything.
-        trials, updates: largest number of new trials besides that of the training as written, and number of updates over which losses are compared.
+        trials, updates: most trials besides the training as written, and number of updates over which losses are compared.
         out: the run folder; default ``runs/NAME-tune``. A study in it is resumed.
         storage: URL of a database instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
@@ -124,8 +124,7 @@ def tune(
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
-        WorkloadError: the training fails.
-        StorageError, KeyboardInterrupt: the storage cannot be used, or Ctrl-C was pressed twice; finished trials are kept.
+        WorkloadError, StorageError, KeyboardInterrupt: the training fails, the storage cannot be used, or Ctrl-C came twice.
     """
     began = time.monotonic()
     options = Options(

@@ -49,9 +49,7 @@ def optimize_command(
     max_drop: Annotated[
         str | None, typer.Option(metavar="SHARE", help="Largest drop of the score: 0.5%, 0.005, mlperf-99, mlperf-99.9.")
     ] = None,
-    max_error: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="Largest error of lossy recipes where there are no labels: 5%.")
-    ] = None,
+    max_error: Annotated[str | None, typer.Option(metavar="SHARE", help="Largest output error without labels: 5%.")] = None,
     latency: Annotated[str | None, typer.Option(metavar="TIME", help="Largest median latency: 4ms.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest memory above an idle process: 500MB.")] = None,
     size: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size on disk: 5MB.")] = None,
@@ -61,9 +59,7 @@ def optimize_command(
         typer.Option(metavar="WHAT", help="latency, throughput, memory or size."),
     ] = "latency",
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for everything: 90s, 10m, 2h.")] = None,
-    trials: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="At most so many new trials, besides the original's.")
-    ] = None,
+    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Most new trials besides the original.")] = None,
     sampler: Annotated[
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
