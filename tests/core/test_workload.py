@@ -316,7 +316,8 @@ def test_parts_in_training_mode_are_told_of() -> None:
 
 def test_threads_that_the_workload_gives_torch_are_told_of(tmp_path: pathlib.Path, one_thread: None) -> None:
     (tmp_path / "workload.pkl").write_bytes(cloudpickle.dumps(Workload(model=linear(), inputs=torch.ones(1, 4))))
-    job = {"workload": {"pickle": str(tmp_path / "workload.pkl")}, "reference": str(tmp_path / "reference")}
+    paths = {name: str(tmp_path / name) for name in ("reference", "prepared")}
+    job = {"workload": {"pickle": str(tmp_path / "workload.pkl")}, **paths}
     notes = prepare_job({**job, "recipe": as_written().to_json()}, tmp_path)["notes"]
     said = f"The workload gives torch 1 of {TORCH_THREADS} threads. Other runtimes get as many, unless a recipe says more."
     assert said in notes
@@ -428,7 +429,8 @@ def test_inputs_and_outputs_may_share_memory(tmp_path: pathlib.Path) -> None:
     x = torch.randn(3, 4)
     workload = Workload(name="shared", model=Shared(), inputs=(x, x))
     (tmp_path / "workload.pkl").write_bytes(cloudpickle.dumps(workload))
-    job = {"workload": {"pickle": str(tmp_path / "workload.pkl")}, "reference": str(tmp_path / "reference")}
+    paths = {name: str(tmp_path / name) for name in ("reference", "prepared")}
+    job = {"workload": {"pickle": str(tmp_path / "workload.pkl")}, **paths}
     assert prepare_job({**job, "recipe": as_written().to_json()}, tmp_path)["name"] == "shared"
     kept = Reference.load(tmp_path / "reference").outputs[0]
     assert torch.equal(kept[0], 2 * x)

@@ -117,9 +117,8 @@ def optimize(
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
-        ArtifactError: the artifact folder in the run folder has foreign files.
-        WorkloadError, StorageError: the workload fails, or the storage cannot be used; finished trials are kept.
-        KeyboardInterrupt: on the second Ctrl-C, or on the first before any trial has finished; finished trials are kept.
+        ArtifactError, WorkloadError: the artifact folder has foreign files, or the workload fails.
+        StorageError, KeyboardInterrupt: the storage cannot be used, or Ctrl-C came twice or before the first trial ended.
     """
     began = time.monotonic()
     options = Options(

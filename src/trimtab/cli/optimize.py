@@ -49,9 +49,7 @@ def optimize_command(
     max_drop: Annotated[
         str | None, typer.Option(metavar="SHARE", help="Largest drop of the score: 0.5%, 0.005, mlperf-99, mlperf-99.9.")
     ] = None,
-    max_error: Annotated[
-        str | None, typer.Option(metavar="SHARE", help="Largest error of lossy recipes where there are no labels: 5%.")
-    ] = None,
+    max_error: Annotated[str | None, typer.Option(metavar="SHARE", help="Largest output error without labels: 5%.")] = None,
     latency: Annotated[str | None, typer.Option(metavar="TIME", help="Largest median latency: 4ms.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest memory above an idle process: 500MB.")] = None,
     size: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size on disk: 5MB.")] = None,
@@ -61,9 +59,7 @@ def optimize_command(
         typer.Option(metavar="WHAT", help="latency, throughput, memory or size."),
     ] = "latency",
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for everything: 90s, 10m, 2h.")] = None,
-    trials: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="At most so many trials beside the original's.")
-    ] = None,
+    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Most new trials besides the original.")] = None,
     sampler: Annotated[
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
@@ -73,9 +69,7 @@ def optimize_command(
     ] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", help="Database [SQLite in the run folder].")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is in the run folder.")] = False,
-    worker_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory limit of a worker: 4GB [80% of free].")
-    ] = None,
+    worker_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of a worker: 4GB [80% of free].")] = None,
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,

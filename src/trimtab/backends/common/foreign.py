@@ -103,7 +103,7 @@ def convert(
     Raises:
         CompileError: all attempts failed. The message is ``failed`` and the error of each attempt.
     """
-    reasons: list[str] = []
+    attempts: dict[str, list[str]] = {}
     names = [dim.name for dim in candidate.signature.dims]
     for dims in (names, []) if names else ([],):
         wanted = candidate.keeping(dims)
@@ -111,13 +111,18 @@ def convert(
             try:
                 attempt(way, wanted)
             except CompileError as error:
-                reasons.append(f"{way}{', dynamic sizes' if dims else ''}: {error}")
+                attempts.setdefault(str(error), []).append(f"{way}{', dynamic sizes' if dims else ''}")
                 continue
             if not dims and (fewer := fewer_dims(candidate.signature)):
                 dims = _first_that_works(attempt, way, candidate, [*fewer, []])
-            write_json(folder / FACTS, Conversion(way, tuple(dims), tuple(reasons[:1])))
+            write_json(folder / FACTS, Conversion(way, tuple(dims), tuple(_reasons(attempts)[:1])))
             return
-    raise CompileError(f"{failed} {' '.join(reasons)}")
+    raise CompileError(f"{failed} {' '.join(_reasons(attempts))}")
+
+
+def _reasons(attempts: Mapping[str, Sequence[str]]) -> list[str]:
+    """Each error once, after the ways that it ended."""
+    return [f"{' and '.join(ways)}: {error}" for error, ways in attempts.items()]
 
 
 def _first_that_works(
