@@ -98,37 +98,33 @@ def tune(
 ) -> Tuned:
     """Search for the settings under which ``workload`` trains fastest, and prove that its losses match those as written.
 
-        Each trial trains in a process of its own, from the same parameters on the same batches. Exact settings must give the losses
-        as written, up to rounding; the final loss of lossy ones must stay within the limit. The winner is checked and timed in
-        new processes, from other parameters. Unless the lower end of its 95% interval is above 1, the settings as written stay.
+    Each trial trains in a process of its own, from the same parameters on the same batches. Exact settings must give the losses
+    as written, up to rounding; the final loss of lossy ones must stay within the limit. The winner is checked and timed in
+    new processes, from other parameters. Unless the lower end of its 95% interval is above 1, the settings as written stay.
 
-        Example::
+    Example::
 
-            import torch, trimtab
-            data = [(torch.randn(32, 64), torch.randn(32, 8)) for _ in range(32)]
-            training = trimtab.Training(data=data, optimizer=torch.optim.AdamW, loss=torch.nn.MSELoss())
-            workload = trimtab.Workload(mode="train", model=torch.nn.Linear(64, 8), training=training)
-            print(trimtab.tune(workload, budget="30s", out="runs/linear-tune"))
+        import torch, trimtab
+        data = [(torch.randn(32, 64), torch.randn(32, 8)) for _ in range(32)]
+        training = trimtab.Training(data=data, optimizer=torch.optim.AdamW, loss=torch.nn.MSELoss())
+        workload = trimtab.Workload(mode="train", model=torch.nn.Linear(64, 8), training=training)
+        print(trimtab.tune(workload, budget="30s", out="runs/linear-tune"))
 
-        Args:
-            workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
-            limits: ``max_drop``, the largest rise of the final loss in its units (default 1% of it), and ``memory_mb``.
-            budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything.
-    <<<<<<< HEAD
-            trials, updates: most new trials besides the training as written; updates over which losses are compared.
-    =======
-            trials, updates: most trials besides the training as written, and number of updates over which losses are compared.
-    >>>>>>> user
-            out: the run folder; default ``runs/NAME-tune``. A study in it is resumed.
-            storage: URL of a database instead of an SQLite file.
-            fresh: first delete the study in the run folder and in ``storage``.
-            worker_memory_mb: memory limit of one worker process, in MB.
-            trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
-            progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
+    Args:
+        workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
+        limits: ``max_drop``, the largest rise of the final loss in its units (default 1% of it), and ``memory_mb``.
+        budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything.
+        trials, updates: most trials besides the training as written, and number of updates over which losses are compared.
+        out: the run folder; default ``runs/NAME-tune``. A study in it is resumed.
+        storage: URL of a database instead of an SQLite file.
+        fresh: first delete the study in the run folder and in ``storage``.
+        worker_memory_mb: memory limit of one worker process, in MB.
+        trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
+        progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
 
-        Raises:
-            UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
-            WorkloadError, StorageError, KeyboardInterrupt: the training fails, the storage cannot be used, or Ctrl-C came twice.
+    Raises:
+        UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
+        WorkloadError, StorageError, KeyboardInterrupt: the training fails, the storage cannot be used, or Ctrl-C came twice.
     """
     began = time.monotonic()
     options = Options(
