@@ -32,6 +32,8 @@ def test_the_request_stands_at_the_top_of_the_page_and_of_the_text(tmp_path) -> 
         "budget": "4m",
         "note": "for ticket <7>",
     }
+    fast = record(12, objective="throughput", limits=Limits(throughput=200.0))
+    assert dict(request.asked(fast))["limits"].endswith("at least 200 examples/s")
     whole = page(found, tmp_path)
     assert whole.index("for ticket &lt;7&gt;") < whole.index('id="ladder"')
     assert "budget: 4m" in text(found)

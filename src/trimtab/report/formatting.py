@@ -364,7 +364,7 @@ def limits(record: Record) -> list[tuple[str, str]]:
         ("latency", None if wished.latency_ms is None else milliseconds(wished.latency_ms)),
         ("memory", None if wished.memory_mb is None else megabytes(wished.memory_mb)),
         ("size", None if wished.size_mb is None else megabytes(wished.size_mb)),
-        ("throughput", None if wished.throughput is None else f"at least {wished.throughput:g} examples/s"),
+        ("at least", None if wished.throughput is None else f"{digits(wished.throughput)} examples/s"),
     ]
     base = known(record.prepared.score)
     if base is not None:
