@@ -26,6 +26,8 @@ from trimtab.core.signature import Dim
 from trimtab.core.workload import Limits
 from trimtab.hardware.environment import Environment
 
+READY = re.compile(r"ready at https?://127\.0\.0\.1:(\d+), gRPC on port (\d+)")
+
 
 class Net(nn.Module):
     """Two outputs, one of them an integer."""
@@ -75,14 +77,16 @@ class Server:
         self.log = log
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trimtab", "serve", "--port", "0", *arguments], stdout=file, stderr=file
+                [sys.executable, "-m", "trimtab", "serve", "--port", "0", "--grpc-port", "0", *arguments],
+                stdout=file,
+                stderr=file,
             )
 
     def __enter__(self) -> Self:
-        while (found := re.search(r"ready at https?://127\.0\.0\.1:(\d+)", self.text)) is None:
+        while (found := READY.search(self.text)) is None:
             assert self.process.poll() is None, self.text
             time.sleep(0.02)
-        self.port = int(found[1])
+        self.port, self.grpc_port = int(found[1]), int(found[2])
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

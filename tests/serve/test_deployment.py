@@ -16,9 +16,11 @@ from _fake_instance import DIE, FAIL, SLOW
 from trimtab.serve import connection
 from trimtab.serve.batcher import Answer, Batcher, Item
 from trimtab.serve.connection import StartError
-from trimtab.serve.deployment import Deployment, Layout
+from trimtab.serve.deployment import Deployment, Layout, instance_settings
 from trimtab.serve.metrics import ModelMetrics
+from trimtab.serve.options import Options
 from trimtab.serve.protocol import Call, Refusal
+from trimtab.serve.tuning import Point, Tuning, choice, tuned
 
 HERE = pathlib.Path(__file__).parent
 
@@ -185,3 +187,39 @@ def test_unlike_sizes_are_grouped_and_the_oldest_goes_first() -> None:
     assert batcher.take(0.0)[0] == [items[6]]
     assert batcher.size == 0
     loop.close()
+
+
+def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Tuning:
+    """What is found for fake instances, which compute 100 rows per second in batches of 1, and 800 in those of 8 and more."""
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)
+    given = Options(models={}, **options)
+
+    def make(layout: Layout) -> connection.Instance:
+        settings = instance_settings(pathlib.Path("net"), layout, 0, False)
+        return connection.Instance(settings, lambda *_: None, lambda _: None)
+
+    return asyncio.run(tuned(pathlib.Path("net"), given, make, lambda *_, **__: None))
+
+
+def test_the_best_layout_and_the_smallest_good_batch_are_found_and_remembered(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(tmp_path, monkeypatch)
+    assert found.layout == Layout(instances=2, threads=1, rows=8)
+    assert {(point.instances, point.threads) for point in found.curve} == {(2, 1), (1, 2)}
+    assert found.lines()[1].startswith("  2 x 1 threads   1: 200  2: 400  4: 800  8: 1,600  16: 1,600")
+    again = measured(tmp_path, monkeypatch)
+    assert (again.cached, again.curve) == (True, found.curve)
+    assert measured(tmp_path, monkeypatch, instances=1, threads=1).layout == Layout(instances=1, threads=1, rows=8)
+    with pytest.raises(StartError, match="no layout fits into --memory 1 MB. Allow more"):
+        measured(tmp_path, monkeypatch, memory_mb=1)
+
+
+def test_a_p99_leaves_room_for_two_batches() -> None:
+    curve = [
+        Point(instances=1, threads=1, rows=n, rows_per_s=rate, batch_s=n / rate) for n, rate in ((1, 100), (8, 400), (64, 800))
+    ]
+    assert choice(curve, None).rows == 64
+    assert choice(curve, 0.05).rows == 8
+    assert choice(curve, 0.001).rows == 1

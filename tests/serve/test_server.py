@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import pathlib
+import queue
 import shutil
 import signal
 import socket
@@ -15,16 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+import tritonclient.grpc
 import tritonclient.http
 from _serving import Server, write
 from tritonclient.utils import InferenceServerException
 
 from trimtab.artifact.artifact import load
+from trimtab.serve import grpc_api
+from trimtab.serve.protocol import Refusal
 
 ROWS = np.random.default_rng(0).normal(size=(3, 16)).astype("f4")
 
@@ -153,6 +158,66 @@ def test_half_sent_bodies_and_idle_connections_disturb_nobody(server: Server) ->
     assert server.infer(ROWS.tolist())[0] == 200
 
 
+@pytest.fixture(scope="module")
+def rpc(server: Server) -> Iterator[tritonclient.grpc.InferenceServerClient]:
+    found = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+    yield found
+    found.close()
+
+
+def rpc_x(rows: np.ndarray) -> tritonclient.grpc.InferInput:
+    return tritonclient.grpc.InferInput("x", list(rows.shape), "FP32").set_data_from_numpy(rows)
+
+
+def test_grpc_says_and_computes_the_same(
+    net: pathlib.Path, rpc: tritonclient.grpc.InferenceServerClient, client: tritonclient.http.InferenceServerClient
+) -> None:
+    assert rpc.is_server_live()
+    assert rpc.is_server_ready()
+    assert rpc.is_model_ready("net", "1")
+    assert rpc.get_server_metadata(as_json=True)["name"] == "trimtab"
+    found, other = rpc.get_model_metadata("net", as_json=True), client.get_model_metadata("net")
+    assert [(t["name"], t["datatype"], [int(n) for n in t["shape"]]) for t in found["outputs"]] == [
+        tuple(t.values()) for t in other["outputs"]
+    ]
+    assert rpc.get_model_config("net", as_json=True)["config"]["max_batch_size"] == 8
+    assert rpc.get_model_repository_index(as_json=True)["models"][0]["state"] == "READY"
+    answer = rpc.infer("net", [rpc_x(ROWS)], outputs=[tritonclient.grpc.InferRequestedOutput("logits")], request_id="7")
+    np.testing.assert_allclose(answer.as_numpy("logits"), want(net, ROWS)["logits"], rtol=1e-5)
+    assert answer.get_response().id == "7"
+    statistics = rpc.get_inference_statistics("net", as_json=True)["model_stats"][0]
+    assert int(statistics["inference_stats"]["success"]["count"]) >= 1
+    for name, rows, sentence in (("other", ROWS, "There is no model 'other'"), ("net", ROWS[:, :3], r"has the shape \[3, 3\]")):
+        with pytest.raises(InferenceServerException, match=sentence):
+            rpc.infer(name, [rpc_x(rows)])
+
+
+def test_a_grpc_stream_goes_on_after_a_refusal(net: pathlib.Path, rpc: tritonclient.grpc.InferenceServerClient) -> None:
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    rpc.start_stream(lambda result, error: answers.put((result, error)))
+    for rows in (ROWS, ROWS[:, :3], ROWS[:1]):
+        rpc.async_stream_infer("net", [rpc_x(rows)])
+    found = [answers.get(timeout=30) for _ in range(3)]
+    rpc.stop_stream()
+    np.testing.assert_allclose(found[0][0].as_numpy("logits"), want(net, ROWS)["logits"], rtol=1e-5)
+    assert "has the shape [3, 3]" in str(found[1][1])
+    assert found[2][0].as_numpy("logits").shape == (1, 4)
+
+
+def test_the_grpc_messages_are_those_of_the_field() -> None:
+    theirs = tritonclient.grpc.service_pb2.DESCRIPTOR.message_types_by_name
+    ours = grpc_api.messages()
+    for name, message in ours.items():
+        if name in theirs:
+            known = {(field.name, field.number, field.type) for field in theirs[name].fields}
+            assert {(field.name, field.number, field.type) for field in message.DESCRIPTOR.fields} <= known, name
+    request = ours["ModelInferRequest"](inputs=[{"name": "x", "datatype": "INT8", "contents": {"int_contents": [1, -2]}}])
+    assert grpc_api._given(request)["x"][2] == b"\x01\xfe"
+    request.inputs[0].contents.int_contents.append(200)
+    with pytest.raises(Refusal, match="exceeds INT8"):
+        grpc_api._given(request)
+
+
 def test_statistics_and_metrics(server: Server, client: tritonclient.http.InferenceServerClient) -> None:
     client.infer("net", [x(ROWS)])
     found = client.get_inference_statistics("net")["model_stats"][0]
@@ -270,7 +335,7 @@ def test_what_verify_refuses_is_not_served(
     folder = tmp_path / "artifact"
     shutil.copytree(net, folder)
     spoil(folder)
-    command = [sys.executable, "-m", "trimtab", "serve", str(folder), "--port", "0", "--instances", "1"]
+    command = [sys.executable, "-m", "trimtab", "serve", str(folder), "--port", "0", "--no-grpc", "--instances", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert sentence in done.stderr

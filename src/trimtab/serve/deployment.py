@@ -78,22 +78,19 @@ class Deployment:
             StartError: one of them did not become ready; all are stopped.
         """
         self.instances = [self._instance(number) for number in range(self.layout.instances)]
-        found = await asyncio.gather(*[instance.start() for instance in self.instances], return_exceptions=True)
-        if failed := [error for error in found if error is not None]:
+        try:
+            found = await asyncio.gather(*[instance.start() for instance in self.instances], return_exceptions=True)
+            if failed := [error for error in found if error is not None]:
+                raise failed[0]
+        except BaseException:  # cancelled, too: no process is left
             await self.stop()
-            raise failed[0]
+            raise
         self.description = self.instances[0].description
         self.interface = Interface.from_json(self.description)
         self._spawn(self._sweep())
 
     def _instance(self, number: int) -> Instance:
-        settings = {
-            "path": str(self.path),
-            "trust": self.trust,
-            "threads": self.layout.threads,
-            "rows": self.layout.rows,
-            "cores": _cores(number, self.layout),
-        }
+        settings = instance_settings(self.path, self.layout, number, self.trust)
         return Instance(settings, self._on_reply, self._on_close)
 
     def _spawn(self, work: Any) -> None:
@@ -234,6 +231,12 @@ class Deployment:
         for instance in self.instances:
             instance.batch = []
         await asyncio.gather(*[instance.stop() for instance in self.instances])
+
+
+def instance_settings(path: pathlib.Path, layout: Layout, number: int, trust: bool) -> dict[str, Any]:
+    """The settings of instance ``number``."""
+    cores = _cores(number, layout)
+    return {"path": str(path), "trust": trust, "threads": layout.threads, "rows": layout.rows, "cores": cores}
 
 
 def _refuse(item: Item, refusal: Refusal) -> None:

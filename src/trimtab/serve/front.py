@@ -17,6 +17,7 @@ import uvloop
 from trimtab import errors
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.serve.connection import StartError
+from trimtab.serve.grpc_api import start as start_grpc
 from trimtab.serve.http_api import Application
 from trimtab.serve.options import Options
 from trimtab.serve.repository import Repository
@@ -79,9 +80,11 @@ async def _serve(options: Options, listening: socket.socket) -> None:
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
+    grpc_server, grpc_port = (None, 0) if options.grpc_port is None else await start_grpc(repository)
     server = HttpServer(config)
     serving = loop.create_task(server.serve(sockets=[listening]))
-    loading = loop.create_task(_load(repository, f"{'http' if options.tls is None else 'https'}://{_address(listening)}"))
+    address = f"{'http' if options.tls is None else 'https'}://{_address(listening)}"
+    loading = loop.create_task(_load(repository, f"{address}{f', gRPC on port {grpc_port}' if grpc_port else ''}"))
     stopping = loop.create_task(stop.wait())
     try:
         await asyncio.wait([loading, stopping, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -89,11 +92,14 @@ async def _serve(options: Options, listening: socket.socket) -> None:
             loading.result()
             await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
+        await asyncio.wait([loading])
         log("draining")
         await repository.drain()
     finally:
         server.should_exit = True
         await serving
+        if grpc_server is not None:
+            await grpc_server.stop(1.0)
         for task in reloads:
             task.cancel()
         await repository.stop()
@@ -110,11 +116,13 @@ async def _load(repository: Repository, address: str) -> None:
         deployment = model.serving()
         layout, interface = deployment.layout, deployment.interface
         threads = deployment.description["threads"]
+        if model.tuning is not None:
+            print("\n".join([f"{model.name}:", *model.tuning.lines()]))
         print(
             f"{model.name}: {'' if interface is None else interface.describe()}; {layout.instances} instance"
             f"{'' if layout.instances == 1 else 's'}, {threads or 'all'} threads each, batches of up to {layout.rows} rows"
         )
-    print(f"ready at {address} (metrics at {address}/metrics)", flush=True)
+    print(f"ready at {address}", flush=True)
 
 
 def _address(listening: socket.socket) -> str:

@@ -34,6 +34,10 @@ class Options:
     """Most requests that wait for one model."""
     deadline_s: float = 30.0
     """Longest time in the queue, unless a request asks for less."""
+    p99_s: float | None = None
+    """Limit that the measurement at the start keeps: two batches must be computed within it."""
+    memory_mb: float | None = None
+    """Most memory of the instances of one model."""
     max_body_mb: float = 64.0
     host: str = "127.0.0.1"
     port: int = 8000
@@ -45,10 +49,14 @@ class Options:
     """Files of the certificate and of its key."""
 
 
-UNITS = {"max_wait": ("max_wait_s", seconds), "deadline": ("deadline_s", seconds), "max_body": ("max_body_mb", megabytes)}
+UNITS = {
+    **{"max_wait": ("max_wait_s", seconds), "deadline": ("deadline_s", seconds), "p99": ("p99_s", seconds)},
+    **{"max_body": ("max_body_mb", megabytes), "memory": ("memory_mb", megabytes)},
+}
 COUNTS = {"instances": 1, "batch": 1, "threads": 1, "queue": 1, "port": 0, "grpc_port": 0}
 """Options that are whole numbers, and the smallest of each."""
 TEXTS = ("host", "token_file", "tls_cert", "tls_key")
+FLAGS = ("trust", "no_grpc")
 TABLE = "models"
 
 
@@ -63,8 +71,8 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     table = given.pop(TABLE, {})
     if not isinstance(table, dict) or not all(isinstance(path, str) for path in table.values()):
         raise UsageError(f"{config}: [models] holds lines such as digits = {EXAMPLE!r}.")
-    if unknown := sorted(set(given) - set(UNITS) - set(COUNTS) - set(TEXTS) - {"trust"}):
-        known = ", ".join(sorted([*UNITS, *COUNTS, *TEXTS, "trust", TABLE]))
+    if unknown := sorted(set(given) - set(UNITS) - set(COUNTS) - set(TEXTS) - set(FLAGS)):
+        known = ", ".join(sorted([*UNITS, *COUNTS, *TEXTS, *FLAGS, TABLE]))
         raise UsageError(f"{config}: there is no option {unknown[0]!r}. Known: {known}.")
     given |= {name: value for name, value in flags.items() if value is not None and value is not False}
     words = [*models] if models else [f"{name}={path}" for name, path in table.items()]
@@ -74,6 +82,9 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     files: dict[str, pathlib.Path] = {
         name: _path(name, given.pop(name)) for name in ("token_file", "tls_cert", "tls_key") if name in given
     }
+    if given.pop("no_grpc", False) is True:
+        values["grpc_port"] = None
+        given.pop("grpc_port", None)
     for name, value in given.items():
         values |= _value(name, value)
     return Options(**values, **_secrets(files))
@@ -91,7 +102,7 @@ def _value(name: str, value: Any) -> dict[str, Any]:
     shown = name.replace("_", "-")
     if name in UNITS:
         field, read = UNITS[name]
-        if value in ("0", 0):
+        if name == "max_wait" and value in ("0", 0):
             return {field: 0.0}
         if not isinstance(value, str):
             raise UsageError(f"{shown} is {value!r}; give it with a unit, as text.")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trimtab.serve.connection import StartError
-from trimtab.serve.deployment import Deployment, Layout
+from trimtab.serve.connection import Instance, StartError
+from trimtab.serve.deployment import Deployment, Layout, instance_settings
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Refusal
+from trimtab.serve.tuning import Tuning, tuned
 
 Log = Callable[..., None]
 
@@ -26,6 +28,7 @@ class Model:
         self.reason = ""
         """Why no version serves, or why the last load failed."""
         self.retiring: list[Deployment] = []
+        self.tuning: Tuning | None = None
         self._options, self._log = options, log
         self._lock = asyncio.Lock()
 
@@ -44,7 +47,7 @@ class Model:
         """
         async with self._lock:
             options, version = self._options, self.version + 1
-            layout = Layout(options.instances or 1, options.threads, options.batch or 16)
+            layout = self.active.layout if self.active is not None else await self._layout()
             deployment = Deployment(
                 self.path,
                 layout,
@@ -63,6 +66,18 @@ class Model:
             old, self.active, self.version, self.reason = self.active, deployment, version, ""
         self._log("version serves", model=self.name, version=str(version), instances=layout.instances)
         await self._retire(old)
+
+    async def _layout(self) -> Layout:
+        """The layout that the options state, or that was measured to be best."""
+        options = self._options
+        if options.instances is not None and options.threads is not None and options.batch is not None:
+            return Layout(options.instances, options.threads, options.batch)
+        self.tuning = await tuned(self.path, options, self._to_measure, self._log)
+        return self.tuning.layout
+
+    def _to_measure(self, layout: Layout) -> Instance:
+        settings = instance_settings(self.path, dataclasses.replace(layout, rows=1), 0, self._options.trust)
+        return Instance(settings, lambda *_: None, lambda _: None)
 
     async def unload(self) -> None:
         """Stop serving. Requests in the queue are answered first."""
