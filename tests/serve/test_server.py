@@ -28,7 +28,9 @@ from _serving import Server, write
 from tritonclient.utils import InferenceServerException
 
 from trimtab.artifact.artifact import load
+from trimtab.errors import UsageError
 from trimtab.serve import grpc_api
+from trimtab.serve.load_test import Load, load_test
 from trimtab.serve.protocol import Refusal
 
 ROWS = np.random.default_rng(0).normal(size=(3, 16)).astype("f4")
@@ -256,6 +258,46 @@ def load_while(server: Server, act: Callable[[], object]) -> list[int]:
         time.sleep(0.3)
         over.set()
         return [status for one in work for status in one.result()]
+
+
+def test_the_openapi_document_has_every_route_and_its_example_is_answered(server: Server) -> None:
+    document = server.ask("GET", "/openapi.json")[1]
+    for path, methods in document["paths"].items():
+        if "get" in methods:
+            assert server.ask("GET", path)[0] == 200, path
+    body = document["paths"]["/v2/models/net/infer"]["post"]["requestBody"]["content"]["application/json"]["example"]
+    status, answer, _ = server.ask("POST", "/v2/models/net/infer", body)
+    assert (status, [output["name"] for output in answer["outputs"]]) == (200, ["logits", "class"])
+
+
+def test_the_page_shows_the_card_and_loads_nothing_from_elsewhere(server: Server) -> None:
+    status, text, headers = server.ask("GET", "/")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    shown = text.decode()
+    for words in ("x: FP32[batch, 16]", "2 x 1 threads, up to 8 rows at once", "2 (95% interval 1.9 to 2.1)", "Try it"):
+        assert words in shown
+    assert "http://" not in shown
+    assert "https://" not in shown
+
+
+def test_a_load_test_reports_latency_and_errors(server: Server) -> None:
+    url = f"http://127.0.0.1:{server.port}"
+    found = load_test(url, rate=100, seconds=1.0, p99_s=5.0)
+    assert found is not None
+    assert (found.ok, found.errors) == (found.sent, {})
+    assert 60 < found.sent < 150
+    median, p99, _ = found.quantiles
+    assert 0 < median.low <= median.ms <= p99.ms
+    assert found.keeps(5.0)
+    assert not found.keeps(1e-6)
+    bad = load_test(url, rate=100, seconds=0.3, body=b"{}")
+    assert bad is not None
+    assert (bad.ok, set(bad.errors)) == (0, {"400"})
+    told = list[Load]()
+    best = load_test(url, p99_s=1e-6, seconds=0.3, told=told.append)
+    assert (best, len(told)) == (None, 1)
+    with pytest.raises(UsageError, match="No server answers at http://127.0.0.1:1"):
+        load_test("http://127.0.0.1:1", rate=1)
 
 
 def answers_after_sigterm(server: Server) -> list[int]:
