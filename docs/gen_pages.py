@@ -58,7 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show a file of the repository where a page says ``<!-- include PATH -->``, and a picture, once it was taken."""
+    """Show a file of the repository where a page says ``<!-- include PATH -->``, and a picture, once it was taken. Links to
+    source files lead to the pages that are made from them."""
 
     def code(found: re.Match[str]) -> str:
         return f'```python title="{found[1]}"\n{(ROOT / found[1]).read_text(encoding="utf-8")}```'
@@ -66,7 +67,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     def picture(found: re.Match[str]) -> str:
         return f"![{found[2]}]({found[1]})" if (ROOT / "docs" / found[1]).exists() else ""
 
+    markdown = re.sub(r"\[([^\]\n]+)\]\(\.\./src/trimtab/([\w/]+)(?:\.py)?\)", _generated, markdown)
     return re.sub(r"<!-- picture (\S+): ([^\n]+) -->", picture, re.sub(r"<!-- include (\S+) -->", code, markdown))
+
+
+def _generated(link: re.Match[str]) -> str:
+    """``link`` to a source file as one to the generated page: of a technique, of all of a kind, or the entry in the API."""
+    text, path = link[1], link[2]
+    kind, _, name = path.partition("/")
+    if kind in KINDS:
+        return f"[{text}]({kind}/{name or 'index'}.md)"
+    return f"[{text}](reference/api.md#{text.strip('`').lower()})"
 
 
 def pages() -> dict[str, str]:

@@ -22,8 +22,7 @@ def launch_once(workers: Workers, environment: dict[str, str]) -> None:
         _kept[key] = Workers()
         _LAUNCH(_kept[key], environment)
     kept = _kept[key]
-    assert kept._plain is not None
-    workers._environment, workers._plain = kept._environment, kept._plain.dup()
+    workers._environment, workers._channels = kept._environment, [kept._channels[0].dup()]
     workers._server = types.SimpleNamespace(kill=lambda: None, communicate=lambda: None)  # type: ignore[assignment]
 
 

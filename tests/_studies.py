@@ -24,7 +24,7 @@ from trimtab.hardware.environment import Environment, Peaks, Rate
 from trimtab.measure.roofline import roofline
 from trimtab.passes.batch import Batch
 from trimtab.passes.threads import Threads
-from trimtab.study import ranking
+from trimtab.study import ranking, waterfall
 from trimtab.study.record import Prepared, Record
 from trimtab.study.samplers.ladder import as_written
 
@@ -232,6 +232,9 @@ def _ended(
         "confirmation": confirmation,
         "artifact": "artifact",
         "files": {"model/model.xml": "ab" * 32, "manifest.json": "cd" * 32},
+        "steps": waterfall.steps(
+            found, best.recipe, baseline=found[0].recipe, tuned=found[min(1, len(found) - 1)].recipe, objective="latency"
+        ),
     }
     if explained:
         first = [(f"aten::operator_{n}", 1.0, 0.3 / (n + 1)) for n in range(20)]

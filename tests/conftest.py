@@ -59,6 +59,8 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
     if "torch" in sys.modules:  # which some tests want to see imported by what they test
         sys.modules["torch"].manual_seed(0)
+    if (study := sys.modules.get("trimtab.study.study")) is not None:
+        study.others = lambda: None  # the machine counts as quiet, although other tests run beside
 
 
 @pytest.fixture(autouse=True)

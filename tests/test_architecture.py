@@ -139,6 +139,7 @@ def test_exports_are_few_sorted_and_there() -> None:
     assert trimtab.__all__ == sorted(set(trimtab.__all__), key=key)
     assert 20 <= len(trimtab.__all__) <= 40
     assert [name for name in trimtab.__all__ if not hasattr(trimtab, name)] == []
+    assert dir(trimtab) == sorted(trimtab.__all__), "completion shows public names only"
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = trimtab.nothing_of_the_kind
 

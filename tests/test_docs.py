@@ -135,10 +135,12 @@ def test_links_lead_somewhere(site: pathlib.Path, html: dict[str, Html]) -> None
     assert broken == []
 
 
-def test_what_the_readme_links_to_is_there() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / f"{page}.md" for page in ("CHANGELOG", "CONTRIBUTING"))], ids=name)
+def test_links_lead_to_files_of_the_repository(page: pathlib.Path) -> None:
+    """So that the pages can be read without a build. The build leads those to source files to the pages made from them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
     targets = [urldefrag(link)[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not urlsplit(link).scheme]
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
 def test_pages_load_nothing_from_elsewhere(html: dict[str, Html]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import trimtab
 from trimtab.evaluation.prepared_workload import Subject, prepare
 from trimtab.evaluation.reference import score as judged
 from trimtab.importers.load import load_workload
@@ -71,6 +72,19 @@ def score(subject: Subject) -> float:
 
 def parameters(subject: Subject) -> int:
     return sum(parameter.numel() for parameter in subject.model.parameters())
+
+
+def test_pipeline_is_judged_by_what_it_reads(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cleaner is optimized, with the pipeline around it; whatever is called like it takes its place."""
+    subject = example("pipeline")
+    assert parameters(subject) == 75_329
+    assert score(subject) > 0.9
+    assert subject.candidate.signature.batch is not None
+    pipeline = importlib.import_module("pipeline")
+    monkeypatch.setattr(trimtab, "load", lambda artifact, as_module: subject.model)
+    pipeline.main("runs/pipeline/artifact")
+    read, _, whole = capsys.readouterr().out.split()[:3]
+    assert int(read) > 0.9 * int(whole) == 0.9 * 497
 
 
 def test_digits_is_trained_once_and_right() -> None:

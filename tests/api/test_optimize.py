@@ -88,6 +88,8 @@ def test_the_json_of_optimize_has_exactly_what_is_promised(study) -> None:
             "ladder",
             "trials",
             "best",
+            "steps",
+            "note",
             "artifact",
             "report",
             "seconds",
@@ -287,10 +289,11 @@ def test_a_seed_that_no_sampler_takes_is_refused(seed: Any) -> None:
         trimtab.optimize("m.py", sampler="tpe", seed=seed)
 
 
-@pytest.mark.parametrize("name", ["latency_ms", "memory_mb", "max_error"])
-def test_a_limit_with_a_unit_is_for_the_command_line(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} is '4ms'; a limit is a plain number, without a unit"):
-        trimtab.Limits(**{name: "4ms"})
+def test_a_limit_of_throughput_needs_the_objective_that_measures_it() -> None:
+    with pytest.raises(UsageError, match="give objective='throughput'"):
+        trimtab.optimize("m.py", limits=trimtab.Limits(throughput=200))
+    with pytest.raises(UsageError, match="Limits throughput=200 is for inference"):
+        trimtab.tune("m.py", limits=trimtab.Limits(throughput="200/s"))  # type: ignore[arg-type]
 
 
 def test_a_path_is_a_reference_and_a_name_that_is_too_long_no_folder(tmp_path) -> None:
@@ -359,3 +362,9 @@ def test_what_a_check_finds_is_said(tmp_path: pathlib.Path) -> None:
     assert finding.evidence["threads"] == threads
     assert finding.message in study.prepared.notes
     assert str(finding.remedy) == f"threads(count={finding.evidence['usable_cores']}) + eager"
+
+
+def test_trials_count_recipes_besides_the_model_as_written(tmp_path) -> None:
+    workload = trimtab.Workload(model=torch.nn.Linear(8, 8).eval(), inputs=torch.randn(1, 8))
+    result = trimtab.optimize(workload, out=tmp_path / "run", trials=1, timing_seconds=0.2)
+    assert [trial.recipe == result.study.baseline for trial in result.trials] == [True, False]

@@ -133,6 +133,7 @@ def answer(arguments: list[str], folder: pathlib.Path, capsys, monkeypatch) -> t
 FORM = "Write file.py, file.py:name, package.module:name, a model file (.pt2, .pt, .onnx) or hf:FOLDER."
 TIME, SHARE = "Write it like 4ms, 90s or 10m.", "Write it like 0.5% or 0.005."
 HELP = "See: trimtab optimize --help"
+LAYER = "weight float32[2, 8], bias float32[2]"
 META = "on the meta device, where tensors have no values."
 ONE_EACH = "it must return one per example. For a number about the whole set use metric=... instead."
 ONE = "it must return one number."
@@ -233,8 +234,8 @@ WORKLOAD = [
     ),
     (
         ":data_shape",
-        "The model failed on the data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (48x3 and 8x2). "
-        f"{BY_HAND} {LOG}",
+        "The model failed on the data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (48x3 and 8x2) "
+        f"(Linear got input float32[48, 3] and has {LAYER}). {BY_HAND} {LOG}",
     ),
     (
         ":data_raises",
@@ -257,8 +258,8 @@ WORKLOAD = [
     (
         ":score_raises",
         "Evaluation score raised: IndexError: Dimension out of range (expected to be in range of [-2, 1], but got 9) "
-        f"(faulty.py, line {line('def score_raises')}). Call it yourself with the model's output for a batch, and its targets. "
-        f"{LOG}",
+        f"(faulty.py, line {line('def score_raises')}; outputs float32[48, 2], targets int64[48]). Call it yourself with the "
+        f"model's output for a batch, and its targets. {LOG}",
     ),
     (":metric_string", f"Evaluation metric returned 'good', a str; {ONE}"),
     (":metric_nan", "Evaluation metric returned nan; it must be a finite number."),
@@ -273,14 +274,14 @@ WORKLOAD = [
     (
         ":model_raises",
         "The model failed on the example inputs: IndexError: index 7 is out of bounds for dimension 1 with size 2 (faulty.py, "
-        f"line {line('def model_raises')}). {BY_HAND} {LOG}",
+        f"line {line('def model_raises')}; it got y float32[1, 2]). {BY_HAND} {LOG}",
     ),
     (":model_none", f"{CANNOT} None, not an nn.Module. Let it return the model."),
     (":model_meta", f"The model's 'weight' is {META} Load its weights before you hand it over."),
     (
         ":calibration_shape",
-        "The model failed on the calibration data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 8x2). "
-        f"{BY_HAND} {LOG}",
+        "The model failed on the calibration data: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 8x2) "
+        f"(Linear got input float32[2, 3] and has {LAYER}). {BY_HAND} {LOG}",
     ),
 ]
 OTHERS = [

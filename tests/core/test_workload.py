@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trimtab
 from _labelled import X
+from trimtab._internal.serialization import from_json, to_json
 from trimtab._internal.user_code import IN_WORKER
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.onnxruntime import OnnxRuntime
@@ -207,6 +208,39 @@ def test_limits() -> None:
     assert Limits(max_drop=np.int64(0)).drop_limit(0.5) == 0
     with pytest.raises(UsageError, match="max_drop is nan; a limit is a finite number"):
         Limits(max_drop=np.float32("nan"))
+
+
+def test_limits_are_read_from_texts_with_units() -> None:
+    """Each in the unit of its field, as a budget is; the numbers are what is stored and compared."""
+    texts: dict[str, Any] = {
+        "max_drop": "0.5%", "max_error": "5%", "latency_ms": "4ms", "memory_mb": "1GB", "size_mb": "5MB",
+        "throughput": "12000/min",
+    }  # fmt: skip
+    numbers = Limits(max_drop=0.005, max_error=0.05, latency_ms=4.0, memory_mb=1000.0, size_mb=5.0, throughput=200.0)
+    assert Limits(**texts) == numbers
+    assert from_json(Limits, to_json(numbers)) == numbers
+    assert Limits.parse(throughput="200/s").throughput == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"latency_ms": "4"}, "latency_ms is '4': the unit is missing. Write it like 4ms, 90s or 10m."),
+        ({"latency_ms": [4]}, "latency_ms is [4]; give a number or a text with a unit, such as '4ms'."),
+        ({"max_drop": [1]}, "max_drop is [1]; give a number or a text with a unit, such as '0.5%'."),
+        ({"max_drop": "-1%"}, "max_drop is '-1%'; use a number like 0.005 or one of mlperf-99, mlperf-99.9."),
+        ({"size_mb": "5ms"}, "size_mb is '5ms': 'ms' is not a unit of it. Write it like 5MB or 1.5GB."),
+        ({"throughput": "200"}, "throughput is '200', which is no rate. Write it like 200/s or 12000/min."),
+        ({"throughput": "0/s"}, "throughput is '0/s', which is no rate. Write it like 200/s or 12000/min."),
+        ({"throughput": 0}, "throughput is 0; a limit is a positive number."),
+        ({"max_error": "5"},
+         "max_error is '5', which allows outputs to be off by 500% of what they vary by. If 5% was meant, write max_error=5%."),
+    ],
+)  # fmt: skip
+def test_a_limit_that_is_none_is_answered_with_how_to_write_it(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Limits(**given)
+    assert str(caught.value) == message
 
 
 def test_an_error_without_its_percent_sign_is_refused_and_none_at_all_is_not() -> None:

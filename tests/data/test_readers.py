@@ -384,3 +384,34 @@ def test_a_loader_that_shuffles_is_read_in_one_order(where: str) -> None:
     assert all(map(torch.equal, first, second))
     assert sorted(torch.cat(first).flatten().tolist()) == rows.flatten().tolist()
     assert any(note.startswith(f"The DataLoader of the {where} data shuffles") for note in notes)
+
+
+IMAGE = type("Image", (), {"__module__": "PIL.Image"})
+"""Stands for PIL's class, because Pillow may be missing."""
+
+
+class Photos(Dataset[Any]):
+    """Pairs of an image, as PIL reads it, and a label."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return IMAGE(), index % 2
+
+
+@pytest.mark.parametrize("form", [Photos, lambda: DataLoader(Photos(), 4), lambda: [Photos()[i] for i in range(24)]])
+def test_images_that_are_no_tensors_are_answered_with_the_transform(form: Callable[[], Any]) -> None:
+    """As a dataset, behind a loader, and in a list."""
+    with pytest.raises(UsageError, match=r"evaluation data holds PIL images.*transform=transforms\.ToTensor\(\)"):
+        split(workload(form()))
+
+
+def test_a_loader_in_place_of_the_inputs_is_answered_with_its_first_batch() -> None:
+    """Inputs are what one call takes."""
+    loader = DataLoader(TensorDataset(X, Y), batch_size=8)
+    forms = {"inputs=next(iter(loader))[0][:1]": loader, "inputs=next(loader)[0][:1]": iter(loader)}
+    for fix, form in (forms | {"inputs=dataset[0][0][None]": loader.dataset}).items():
+        with pytest.raises(UsageError, match="which yields many examples") as raised:
+            workload([], inputs=form)
+        assert str(raised.value).endswith(f"{fix}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 from typing import Any
 
 import cloudpickle
@@ -115,8 +116,10 @@ def test_a_trial_asks_for_the_data_of_the_dry_run_before_anything_else(tmp_path:
         "workload": {"pickle": str(tmp_path / "workload.pkl")},
         "reference": str(tmp_path / "reference"),
         "scratch": str(tmp_path / "scratch"),
+        "prepared": str(tmp_path / "prepared"),
         "recipe": as_written().to_json(),
     }
     prepare_job(job, tmp_path)
+    shutil.rmtree(tmp_path / "prepared")  # as if the data were too large to keep
     with pytest.raises(WorkloadError, match="is other data each time that it is read"):
         trial_job(job, tmp_path)

@@ -15,7 +15,7 @@ import pytest
 
 from _workers import that_stay
 from trimtab.execution.fork_pool import LIFELINE, Workers
-from trimtab.execution.preloaded_imports import IMPORTED
+from trimtab.execution.preloaded_imports import IMPORTED, write_preload
 from trimtab.execution.process import WorkerProcess, environment
 from trimtab.study.samplers.ladder import as_written
 
@@ -41,6 +41,7 @@ def job(tmp_path: pathlib.Path, act: str = "pass") -> dict[str, object]:
         "kind": "prepare",
         "workload": {"reference": f"{file}:workload"},
         "reference": str(tmp_path / "reference"),
+        "prepared": str(tmp_path / "prepared"),
         "recipe": as_written().to_json(),
     }
 
@@ -107,8 +108,8 @@ def test_what_the_workload_imports_is_imported_once_for_all(tmp_path, monkeypatc
         assert "spy" not in noted["modules"]
         assert noted["environment"]["SPY"] == "set by the workload"
         noted["modules"].append(package)  # as if it were installed
-        (tmp_path / "noted.json").write_text(json.dumps(noted))
-        workers.warm(tmp_path / "noted.json")
+        (tmp_path / "first" / IMPORTED).write_text(json.dumps(noted))
+        workers.warm(write_preload(tmp_path / "first", {"reference": "nowhere.py:none"}, 1, {}), seconds=10)
         second = WorkerProcess(job_, tmp_path / "second", workers, warm=True)
         assert second.wait(seconds=100, memory_mb=None).reason is None
         plain = WorkerProcess(job_, tmp_path / "third", workers, warm=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch import nn
 import trimtab
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
+from trimtab.core.workload import Evaluation
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.evaluation.prepared_workload import prepare
+from trimtab.evaluation.reference import refer
 from trimtab.importers.load import load_workload
 from trimtab.importers.onnx.graph import import_graph
 from trimtab.importers.onnx.operators import OPS
@@ -34,7 +37,7 @@ PADS = {"test_averagepool_2d_pads", "test_averagepool_2d_pads_count_include_pad"
 def answers(model: onnx.ModelProto, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     with torch.no_grad():
         found = import_graph(model)(*inputs)
-    return found if isinstance(found, tuple) else (found,)
+    return tuple(found.values()) if isinstance(found, dict) else (found,)
 
 
 def with_constants(model: onnx.ModelProto, arrays: list[np.ndarray[Any, Any]]) -> onnx.ModelProto:
@@ -441,3 +444,22 @@ def test_every_exception_of_the_runtime_is_known(raised: str) -> None:
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     assert issubclass(getattr(state, raised), runtime_errors())
+
+
+def test_several_outputs_keep_their_names(tmp_path) -> None:
+    """In the model's output, in the signature, and where an evaluation names an output. A single output is a tensor."""
+    weight = numpy_helper.from_array(np.ones((4, 3), dtype=np.float32), "w")
+    items = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in ("scores", "boxes.0")]
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["scores"]), helper.make_node("Relu", ["scores"], ["boxes.0"])]
+    path = tmp_path / "named.onnx"
+    graph = helper.make_graph(nodes, "g", items, outputs, [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    workload = load_workload(path)
+    assert [spec.name for spec in prepare(workload).candidate.signature.outputs] == ["output.scores", "output.boxes.0"]
+    rows = torch.randn(24, 4)
+    data = [(row[None], torch.zeros(1)) for row in rows]
+    judged = Evaluation(data=data, score=lambda output, target: output["scores"][:, 0] > target, outputs=("scores",))
+    named = dataclasses.replace(workload, evaluation=judged)
+    batches = prepare(named).splits.test
+    assert refer(workload.build_model(), batches, judged).outputs[0][0].shape == (1, 3)

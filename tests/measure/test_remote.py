@@ -109,7 +109,7 @@ def test_what_the_work_raises_is_told_and_the_server_goes_on(start: Start, addre
         for _ in range(2):
             with pytest.raises(MeasurementError, match="RuntimeError: the kernel is unhappy"):
                 runner.block(1)
-        with pytest.raises(MeasurementError, match="a block of 1 to"):
+        with pytest.raises(MeasurementError, match="a block or samples of 1 to"):
             runner.block(0)
 
 

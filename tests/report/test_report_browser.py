@@ -214,6 +214,22 @@ def test_operators_of_next_to_no_time_fit_a_phone(tmp_path: pathlib.Path, open_p
     assert page.eval_on_selector_all(".ops td", wider) == []
 
 
+@BOTH_THEMES
+def test_steps_the_best_and_how_to_use_it_are_readable_on_a_phone(report: pathlib.Path, open_page: Open, scheme: str) -> None:
+    page = open_page(report, width=360, scheme=scheme)
+    cut = "all => all.filter(each => each.scrollWidth > each.clientWidth + 1).map(each => each.textContent)"
+    assert page.eval_on_selector_all(".asked, .use pre, .steps, .steps td, .beside, .beside td", cut) == []
+    names = page.eval_on_selector_all(
+        ".steps tr:nth-child(2) td", "all => all.map(e => getComputedStyle(e, '::before').content)"
+    )
+    assert "gain" in names[1]
+    ink, paper = (
+        page.evaluate(f"getComputedStyle(document.querySelector('.use pre')).{each}") for each in ("color", "backgroundColor")
+    )
+    light = ("rgb(22, 25, 29)", "rgb(244, 246, 248)")
+    assert (ink, paper) == (light if scheme == "light" else ("rgb(236, 239, 242)", "rgb(28, 33, 38)"))
+
+
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
 def test_a_phone_never_scrolls_sideways(labels: bool, tmp_path: pathlib.Path, open_page: Open) -> None:
     found = dataclasses.replace(record(24, labels=labels), workload="a" * 90, sentence="word " * 40 + "x" * 300)

@@ -219,7 +219,7 @@ def test_settings_that_stay_are_kept_without_a_claim_that_they_were_measured_aga
         progress=Progress(),
         notes=[],
         folder=tmp_path,
-        runner=types.SimpleNamespace(servers=lambda folder, forked: contextlib.nullcontext()),
+        runner=types.SimpleNamespace(servers=lambda folder: contextlib.nullcontext()),
     )
     status, _, best = finish(study)
     assert status == "kept_original"

@@ -90,7 +90,7 @@ def test_latencies_side_by_side_were_timed_in_turns_and_divide_to_the_speed_up(t
     assert tiles(found)["median latency"] == ("0.125 ms", "0.500 ms as written, in turns with it")
     assert tiles(found)["speed-up over as written"][0] == "4.00x"
     page = said(found, tmp_path)
-    assert "The latency of one row and that of another are of different minutes, so their quotient is another number." in page
+    assert "those of other rows are of other minutes, so their quotient is another number." in page
     assert "Bars are speed-ups and whiskers 95% intervals" in page
     alone = confirmed_as(found, comparison=None)
     assert tiles(alone)["median latency"] == ("0.125 ms", "0.420 ms as written")
@@ -248,7 +248,7 @@ def test_processes_that_run_unlike_each_time_are_not_blamed_on_a_busy_machine() 
 def test_the_verdict_quotes_no_number_that_the_page_says_not_to_quote(ratio: Interval, words: str) -> None:
     best = trial(2, Recipe(backend=OpenVino()), labels=True, limit=0.02, draw=random.Random(0))
     again = dataclasses.replace(confirmed(best, labels=True, limit=0.02), speedup=ratio)
-    study: Any = types.SimpleNamespace(trials=[best], options=Options())
+    study: Any = types.SimpleNamespace(trials=[best], options=Options(), thread_limit=None)
     sentence = conclusions.improved(study, Best(trial=best, confirmation=again, artifact=None), [], best)
     assert sentence.startswith(words + "3.62x the tuned original (3.50 to 3.75)")
 

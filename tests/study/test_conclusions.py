@@ -68,8 +68,9 @@ class Confirmed:
         self.folder = pathlib.Path(self.own.name)
         self.refused: list[Confirmation] = []
         self.progress = types.SimpleNamespace(stage=lambda words: None)
+        self.thread_limit = None
         self.interrupted = lambda: False
-        self.runner = types.SimpleNamespace(servers=lambda folder, forked: contextlib.nullcontext())
+        self.runner = types.SimpleNamespace(servers=lambda folder: contextlib.nullcontext())
         monkeypatch.setattr(finishing, "confirm", self.confirm)
         monkeypatch.setattr(finishing, "run_off", lambda study, ahead, until: ahead)
 
@@ -396,49 +397,46 @@ def test_the_memory_of_an_original_without_files_is_not_that_of_its_data(tmp_pat
     assert found.cold_s > 0
 
 
-@pytest.mark.parametrize("drawn", ["numpy", "in the end"])
-def test_weights_that_are_drawn_anew_in_each_process_are_refused_and_early(tmp_path, drawn: str) -> None:
-    bodies = {
-        "numpy": """
+def test_weights_that_are_drawn_anew_in_each_process_are_refused_and_early(tmp_path) -> None:
+    body = """
+    import numpy as np
     def made():
         model = Model()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.copy_(torch.from_numpy(np.random.randn(*weight.shape)))
         return trimtab.Workload(name="drawn", model=model, inputs=torch.ones(2, 8))
-    """,
-        "in the end": """
-    def made():
-        torch.manual_seed(int.from_bytes(os.urandom(4), "little") if "confirm" in open("/proc/self/cmdline").read() else 0)
-        return trimtab.Workload(name="drawn", model=Model(), inputs=torch.ones(2, 8))
-    """,
-    }
+    """
     with pytest.raises(WorkloadError, match=r"has other weights each time that it is built.*torch\.manual_seed\(0\) before"):
-        run(tmp_path, "import sys\nimport numpy as np\n" + textwrap.dedent(bodies[drawn]), trials=2)
-    assert (len(list(tmp_path.glob("run/trials/*"))) == 1) == (drawn == "numpy"), "found out after the first trial, or at last"
+        run(tmp_path, body, trials=2)
+    assert len(list(tmp_path.glob("run/trials/*"))) == 1, "found out after the first trial"
 
 
-@pytest.mark.parametrize("drawn", ["inputs", "data"])
-def test_inputs_and_data_that_are_drawn_anew_in_each_process_are_refused_after_the_first_trial(tmp_path, drawn: str) -> None:
-    bodies = {
-        "inputs": """
+def test_inputs_that_are_drawn_anew_in_each_process_are_refused_after_the_first_trial(tmp_path) -> None:
+    body = """
+    import numpy as np
     def made():
         x = torch.from_numpy(np.random.randn(2, 8)).float()
         return trimtab.Workload(name="drawn", model=Model, inputs=x)
-    """,
-        "data": """
+    """
+    with pytest.raises(WorkloadError, match=r"The workload's inputs are others each time that it is read.*Seed what draws"):
+        run(tmp_path, body, trials=3)
+    assert len(list(tmp_path.glob("run/trials/*"))) == 1
+
+
+def test_data_that_is_shuffled_otherwise_each_time_is_read_once_and_the_same_for_all(tmp_path) -> None:
+    body = """
+    import random
     def made():
         examples = list(zip(*data()))
         random.shuffle(examples)
         batches = [(torch.stack(x), torch.stack(t)) for x, t in (zip(*examples[i:i + 40]) for i in range(0, 240, 40))]
         evaluation = trimtab.Evaluation(data=batches, score=top1)
         return trimtab.Workload(name="drawn", model=Model, inputs=torch.ones(2, 8), evaluation=evaluation)
-    """,
-    }
-    words = {"inputs": "inputs are others each time", "data": "data is other data each time"}
-    with pytest.raises(WorkloadError, match=rf"The workload's {words[drawn]} that it is read.*Seed what draws"):
-        run(tmp_path, "import random\nimport numpy as np\n" + textwrap.dedent(bodies[drawn]), trials=3)
-    assert len(list(tmp_path.glob("run/trials/*"))) == 1
+    """
+    found = run(tmp_path, body, trials=2)
+    drops = [trial.drop for trial in found.study.trials]
+    assert [drop and drop.value for drop in drops] == [0.0, 0.0]
 
 
 def test_a_search_without_an_original_to_beat_ends_at_once_and_again(tmp_path) -> None:

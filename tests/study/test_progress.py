@@ -47,8 +47,9 @@ class Heard(trimtab.Progress):
 
 
 def test_a_search_from_python_is_seen_on_standard_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path, "def made(): return workload()", budget="2m")
+    result = run(tmp_path, "def made(): return workload()", budget="2m")
     out, err = capsys.readouterr()
+    assert err.splitlines()[-1].endswith(f" s] {result.sentence}"), "the verdict is the last line"
     assert out == ""
     assert re.search(r"^\[ +\d+/120 s\] checking the workload with a dry run$", err, re.MULTILINE)
     assert re.search(r"^\[ +\d+/120 s\] trial 0: as_written: eager", err, re.MULTILINE)

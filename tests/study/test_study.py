@@ -28,6 +28,7 @@ from trimtab.core.technique import PASSES
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
+from trimtab.evaluation.evaluate import per_second
 from trimtab.passes.threads import Threads
 from trimtab.study import ranking
 from trimtab.study.final_selection import ahead, pays
@@ -460,6 +461,17 @@ LOSSY = Recipe(passes=(PASSES["autocast"](),), backend=BACKENDS["eager"]())
         (complete(EAGER, 2.0), Limits(latency_ms=4.9), ["Its latency of 5 ms is above the limit of 4.9 ms."]),
         (complete(EAGER, 2.0), Limits(memory_mb=9), ["Its memory was not measured, so it cannot be said to keep 9 MB."]),
         (complete(EAGER, 2.0), Limits(size_mb=0.5), ["Its size of 1 MB is above the limit of 0.5 MB."]),
+        (
+            complete(EAGER, 2.0),
+            Limits(throughput=9),
+            ["Its throughput was not measured, so it cannot be said to keep 9 examples/s."],
+        ),
+        (
+            complete(EAGER, 2.0, throughput=per_second(latency(5.0), 5)),
+            Limits(throughput=2e3),
+            ["Its throughput of 1000 examples/s is below the limit of 2000 examples/s."],
+        ),
+        (complete(EAGER, 2.0, throughput=per_second(latency(5.0), 5)), Limits(throughput=1e3), []),
         (complete(LOSSY, 2.0, drop=drop(0.001, 0.004, 0.005, True)), Limits(), []),
         (
             complete(LOSSY, 2.0, drop=drop(0.02, 0.03, 0.005, False, 0.01)),

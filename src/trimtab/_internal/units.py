@@ -1,4 +1,4 @@
-"""Values with units as people type them: ``4ms``, ``5MB``, ``0.5%``, ``10m``."""
+"""Values with units as people type them: ``4ms``, ``5MB``, ``0.5%``, ``10m``, ``200/s``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def seconds(text: str | float, name: str) -> float:
 def megabytes(text: str | float, name: str) -> float:
     """A size such as ``5MB`` or ``1.5GiB`` in megabytes (10**6 bytes)."""
     return _finite(_with_unit(text, _MEGABYTES, name, "5MB or 1.5GB") if isinstance(text, str) else positive(text, name), name)
+
+
+def per_second(text: str | float, name: str) -> float:
+    """A rate such as ``200/s`` or ``12000/min`` per second. A text without a unit is refused; a plain number is per second."""
+    if not isinstance(text, str):
+        return _finite(positive(text, name), name)
+    amount, _, time = text.partition("/")
+    unit = _SECONDS.get(time.strip().lower())
+    match = _NUMBER.fullmatch(amount)
+    if unit is None or match is None or match[2] or not 0 < float(match[1]) < math.inf:
+        raise UsageError(f"{name} is {text!r}, which is no rate. Write it like 200/s or 12000/min.")
+    return float(match[1]) / unit
 
 
 def fraction(text: str | float, name: str) -> float:

@@ -7,8 +7,10 @@ import pathlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from trimtab._internal import tensor_text
 from trimtab._internal.files import out_of_space
 from trimtab._internal.text import error_text, original_message, summary_line, with_fix
 from trimtab.errors import CompileError, UsageError, WorkloadError
@@ -21,6 +23,10 @@ IN_WORKER = "TRIMTAB_WORKER"
 """Environment variable that is set in trimtab's worker processes and inherited by the processes that they start."""
 _TRACEBACK = "Traceback (most recent call last):\n"
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(pathlib.Path(__file__).parents[1]),
+)
 _INSIDE = bool(os.environ.get(IN_WORKER))
 """Value of :data:`IN_WORKER` at import time; user code may change the environment later."""
 
@@ -45,18 +51,27 @@ def outside_workers(what: str) -> None:
 
 class user_code:
     """Context manager that turns an error of the user's code into a :class:`WorkloadError`. The message names the place in the
-    user's code and ends with ``fix``; the original error is its cause."""
+    user's code and ends with ``fix``; the original error is its cause.
 
-    def __init__(self, what: str, fix: str | None = None) -> None:
-        self.what, self.fix = what, fix
+    An error about shapes or dtypes is followed by those of ``values``, by name; without ``values``, by those of the innermost
+    call of a module or of the user's code.
+    """
+
+    def __init__(self, what: str, fix: str | None = None, values: Mapping[str, Any] | None = None) -> None:
+        self.what, self.fix, self.values = what, fix, values
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
-            message = f"{self.what}: {_words(error)}"
+            message = f"{self.what}: {_words(error, self._tensors(error))}"
             raise WorkloadError(message if self.fix is None else with_fix(message, self.fix)) from error
+
+    def _tensors(self, error: BaseException) -> str:
+        if not tensor_text.is_misfit(error):
+            return ""
+        return tensor_text.of_call(error, _is_own) if self.values is None else tensor_text.described(self.values)
 
 
 class writing:
@@ -73,13 +88,15 @@ class writing:
             raise CompileError(f"Writing it failed: {type(error).__name__}: {text}{_place(error)}.") from error
 
 
-def _words(error: BaseException) -> str:
-    """The message of ``error``, and the line of the user's code that raised it."""
+def _words(error: BaseException, tensors: str) -> str:
+    """The message of ``error``, and in brackets the line of the user's code that raised it, and the ``tensors`` of the call."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error}){_place(error)}"
     text = error_text(error)
     if f"\nOriginal {_TRACEBACK}" not in text:
-        return f"{type(error).__name__}: {original_message(text)}{_place(error)}"
+        place = _place(error)
+        where = f"{place[:-1]}; {tensors})" if place and tensors else place or (tensors and f" ({tensors})")
+        return f"{type(error).__name__}: {original_message(text)}{where}"
     # An error that torch passes on from a DataLoader worker contains the tracebacks of its causes first; the last one counts.
     lines = text.rpartition(_TRACEBACK)[2].rstrip().splitlines()
     first = next((index for index, line in enumerate(lines) if not line.startswith(" ")), 0)
@@ -94,12 +111,13 @@ def _place(error: BaseException) -> str:
 
 def _nearest(frames: Iterable[tuple[str, int]]) -> str:
     """The last of ``frames`` (file, line) that lies neither in trimtab nor in an installed library."""
-    libraries = (
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        str(pathlib.Path(__file__).parents[1]),
-    )
-    own = [each for each in frames if not each[0].startswith(("<", *(library + os.sep for library in libraries)))]
+    own = [each for each in frames if _is_own(each[0])]
     if not own:
         return ""
     path, here = pathlib.Path(own[-1][0]), pathlib.Path.cwd()
     return f" ({path.relative_to(here) if path.is_relative_to(here) else path}, line {own[-1][1]})"
+
+
+def _is_own(file: str) -> bool:
+    """Whether ``file`` lies neither in trimtab nor in an installed library."""
+    return not file.startswith(("<", *(library + os.sep for library in _LIBRARIES)))

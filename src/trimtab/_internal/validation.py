@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
+from trimtab._internal.text import counted
 from trimtab.errors import UsageError
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def by_name(cls: type[T]) -> type[T]:
@@ -34,18 +36,76 @@ def _wrong(cls: type[Any], unnamed: int, given: dict[str, Any]) -> str | None:
     if unnamed:
         return f"{name} takes its fields by name, as in {name}({known[0]}=...); {unnamed} without one cannot be told apart."
     if unknown := [each for each in given if each not in known]:
-        for field in fields:  # of which some are groups of fields
-            group = field.default_factory
-            if isinstance(group, type) and dataclasses.is_dataclass(group) and unknown[0] in group.__dataclass_fields__:
-                call = f"{name}({field.name}={group.__name__}({unknown[0]}={given[unknown[0]]!r}))"
-                return f"{unknown[0]} is in {group.__name__}: {call}."
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return f"{name} has no field {unknown[0]!r}.{hint} It takes: {', '.join(known)}."
+        return _unknown(name, "field", unknown[0], given[unknown[0]], known, cls)
     none = dataclasses.MISSING
     needed = [field.name for field in fields if field.default is none and field.default_factory is none]
     if missing := [each for each in needed if each not in given]:
         return f"{name} has no {missing[0]}=..., which it needs. It takes: {', '.join(known)}."
+    return None
+
+
+def _unknown(name: str, kind: str, word: str, value: Any, known: Iterable[str], owner: Any) -> str:
+    """The message about the unknown argument ``word`` of ``owner``: the dataclass that has such a field, or a similar name."""
+    if call := _grouped(owner, word, value, 2):
+        return f"{word} is in {call[1]}: {name}({call[0]})."
+    near = difflib.get_close_matches(word, list(known), 1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{name} has no {kind} {word!r}.{hint} It takes: {', '.join(known)}."
+
+
+def _grouped(owner: Any, word: str, value: Any, depth: int) -> tuple[str, str] | None:
+    """``limits=Limits(max_drop=0.01)`` and ``Limits``, if an argument of ``owner`` is a dataclass with a field ``word``, or
+    with such a dataclass in it."""
+    try:
+        hints = get_type_hints(owner)
+    except (NameError, TypeError):  # a name that only type checkers import
+        return None
+    for argument, hint in hints.items():
+        for group in (hint, *get_args(hint)):
+            if argument == "return" or not (isinstance(group, type) and dataclasses.is_dataclass(group)):
+                continue
+            if (field := group.__dataclass_fields__.get(word)) is not None and field.init:
+                text = repr(value)
+                shown = text if len(text) < 40 and "\n" not in text else "..."
+                return f"{argument}={group.__name__}({word}={shown})", group.__name__
+            if depth > 1 and (inner := _grouped(group, word, value, depth - 1)):
+                return f"{argument}={group.__name__}({inner[0]})", inner[1]
+    return None
+
+
+def checked_call(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator: the function called ``name`` in messages raises a :class:`UsageError` with its arguments where a call does not
+    fit its signature, and not Python's ``TypeError``."""
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*values: P.args, **given: P.kwargs) -> T:
+            try:
+                signature.bind(*values, **given)
+            except TypeError as error:
+                raise UsageError(_misfit(name, function, signature, len(values), given) or f"{name}: {error}.") from None
+            return function(*values, **given)
+
+        return checked
+
+    return decorated
+
+
+def _misfit(name: str, function: Any, signature: inspect.Signature, unnamed: int, given: dict[str, Any]) -> str | None:
+    parameters = {key: value for key, value in signature.parameters.items() if key not in ("self", "cls")}
+    unnamed -= len(parameters) < len(signature.parameters)
+    positional = [key for key, value in parameters.items() if value.kind is value.POSITIONAL_OR_KEYWORD]
+    if unknown := [each for each in given if each not in parameters]:
+        return _unknown(name, "argument", unknown[0], given[unknown[0]], parameters, function)
+    if unnamed > len(positional):
+        named = next((key for key in parameters if key not in positional and key not in given), "")
+        example = f" Give the others by name, as in {name}(..., {named}=...)." if named else ""
+        return f"{name} takes {counted(len(positional), 'argument')} without a name; {unnamed} were given.{example}"
+    missing = [key for key in parameters if key not in positional[:unnamed] and key not in given]
+    if needed := [key for key in missing if parameters[key].default is inspect.Parameter.empty]:
+        return f"{name} has no {needed[0]}=..., which it needs. It takes: {', '.join(parameters)}."
     return None
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from trimtab._internal.files import path_of
 from trimtab._internal.units import positive
 from trimtab._internal.user_code import outside_workers
+from trimtab._internal.validation import checked_call
 from trimtab.artifact.manifest import MANIFEST
 from trimtab.core.measurement import Comparison, Interval
 from trimtab.core.workload import Workload
@@ -70,6 +71,7 @@ class Timing:
         return "" if doubt is None else f"\n{doubt} Measure longer (--time 60s), or when the machine is quiet."
 
 
+@checked_call("trimtab.compare")
 def compare(
     subject: Workload | str | os.PathLike[str],
     rival: Workload | str | os.PathLike[str] | None = None,
@@ -198,9 +200,10 @@ def _scratch() -> Iterator[pathlib.Path]:
 
 def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:
     """The job that serves ``what``; ``folder`` is for files that the worker reads."""
+    job = {"recipe": as_written().to_json(), "fresh": False, "prepared": str(folder / "prepared")}
+    folder.mkdir()
     if isinstance(what, Workload):
-        folder.mkdir()
-        return {"workload": handed(what, folder), "recipe": as_written().to_json(), "fresh": False}
+        return {**job, "workload": handed(what, folder)}
     path = path_of(what, "What is timed", "model.py:workload")
     if os.path.exists(path / MANIFEST):  # pathlib raises for some paths
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}
@@ -208,7 +211,7 @@ def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib
         raise ArtifactError(f"{os.fspath(what)!r} is no artifact: it has no {MANIFEST}. Give the folder that has one.")
     if not path.suffix and ":" not in os.fspath(what):
         raise ArtifactError(f"There is no artifact folder {os.fspath(what)!r}. A workload is written {FORMS}.")
-    return {"workload": {"reference": os.fspath(what)}, "recipe": as_written().to_json(), "fresh": False}
+    return {**job, "workload": {"reference": os.fspath(what)}}
 
 
 def _ms(measured: Any) -> str:

@@ -18,6 +18,7 @@ from trimtab._internal.serialization import write_json
 from trimtab._internal.text import of_type
 from trimtab._internal.units import positive, seconds
 from trimtab._internal.user_code import outside_workers
+from trimtab._internal.validation import checked_call
 from trimtab.artifact.staging import refuse_others
 from trimtab.core.workload import Limits, Workload
 from trimtab.errors import TrimtabError, UsageError
@@ -37,8 +38,8 @@ from trimtab.study.storage import shown
 from trimtab.study.study import Study
 
 Answer = TypeVar("Answer", bound=Result)
-OVER, LATE = 1.2, 1.5
-"""Multiples of the budget from which on a run notes the excess, and leaves out the explanations."""
+OVER = 1.2
+"""Multiple of the budget from which on a run notes the excess, and which the explanations must not exceed."""
 EXPLAINING = 0.5
 """Expected duration of the explanations, in dry runs of the workload."""
 RESERVED = 0.4
@@ -74,6 +75,7 @@ class Interrupt:
         self._progress.interrupted()
 
 
+@checked_call("trimtab.optimize")
 def optimize(
     workload: Workload | str | os.PathLike[str],
     *,
@@ -103,22 +105,20 @@ def optimize(
         workload: a :class:`Workload`, or a reference such as ``"model.py:workload"`` (see :func:`trimtab.load_workload`).
         limits: limits that a recipe must keep; by default the score may drop by 1%.
         budget: time for the run, as ``"10m"`` or in seconds; ``None`` tries everything. A late confirmation may exceed it.
-        trials: largest number of new trials.
+        trials: largest number of new trials, besides that of the model as written.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
-        sampler: ``ladder``, or ``tpe`` for long budgets.
+        sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
         worker_memory_mb: memory limit of one worker process, in MB.
         trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
-        seed: seed of the sampler.
         progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
 
     Raises:
         UsageError: an argument, the workload's form, or the run folder is wrong; nothing was tried.
         ArtifactError: the artifact folder in the run folder has foreign files.
-        WorkloadError: the workload fails.
-        StorageError: the storage cannot be used; finished trials are kept.
+        WorkloadError, StorageError: the workload fails, or the storage cannot be used; finished trials are kept.
         KeyboardInterrupt: on the second Ctrl-C, or on the first before any trial has finished; finished trials are kept.
     """
     began = time.monotonic()
@@ -136,6 +136,7 @@ def optimize(
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
     progress = Printed(budget_s=limit_s) if progress is None else progress
+    began = progress.began_at or began  # the command line's clock also counts the imports
     workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
@@ -147,12 +148,12 @@ def optimize(
             study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
         until = end = None
+        most = study.besides_baseline(most)
         if limit_s is None:
             study.search(most=most)
         else:
             study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
-            end = began + limit_s
-            until = end - confirm_s(study, limit_s)
+            until, end = began + limit_s - confirm_s(study, limit_s), began + limit_s
         return _answer(study, began, until, end)
 
 
@@ -160,7 +161,7 @@ def _answer(study: Study, began: float, until: float | None, end: float | None) 
     """Confirm, ship, explain and report the result by ``end``; steps before the confirmation end by ``until``."""
     status, sentence, best = finish(study, until=until, end=end)
     took, budget = time.monotonic() - began, math.inf if end is None else end - began
-    peaks, explanations = explain(study, best, late=took > LATE * budget)
+    peaks, explanations = explain(study, best, late=took + EXPLAINING * study.runner.startup_s > OVER * budget)
     if (took := time.monotonic() - began) > OVER * budget:
         study.notes.append(
             f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "
@@ -181,6 +182,8 @@ def reported(result: Answer) -> Answer:
     except (TrimtabError, OSError) as error:  # the result is valid without a report
         study.progress.remark(f"There is no report. {error}")
     write_json(study.folder / RESULT_FILE, result)
+    if type(study.progress) is Printed:  # a caller's own progress decides what to show
+        study.progress.stage(result.sentence)
     return result
 
 
@@ -197,6 +200,7 @@ def command_line(
         "--latency": None if limits.latency_ms is None else f"{_exact(limits.latency_ms)}ms",
         "--memory": None if limits.memory_mb is None else f"{_exact(limits.memory_mb)}MB",
         "--size": None if limits.size_mb is None else f"{_exact(limits.size_mb)}MB",
+        "--throughput": None if limits.throughput is None else f"{_exact(limits.throughput)}/s",
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,

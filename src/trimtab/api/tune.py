@@ -13,6 +13,7 @@ from typing import Any
 
 from trimtab._internal.serialization import to_json, write_json
 from trimtab._internal.units import positive, seconds
+from trimtab._internal.validation import checked_call
 from trimtab.api.optimize import Interrupt, confirm_s, reported, taken
 from trimtab.core.settings import Settings
 from trimtab.core.workload import Limits, Workload
@@ -79,6 +80,7 @@ class Tuned(Result):
         return f"{self.sentence}\n\n{self.ladder()}\n\n{self.spoken}"
 
 
+@checked_call("trimtab.tune")
 def tune(
     workload: Workload | str | os.PathLike[str],
     *,
@@ -112,9 +114,9 @@ def tune(
         workload: a :class:`Workload` with ``training=...``, or a reference such as ``"train.py:workload"``.
         limits: ``max_drop``, the largest rise of the final loss in its units (default 1% of it), and ``memory_mb``.
         budget: time for the whole run, as ``"10m"`` or in seconds. ``None`` ends when the search has tried everything.
-        trials, updates: largest number of new trials, and number of updates over which losses are compared.
+        trials, updates: most new trials besides the training as written; updates over which losses are compared.
         out: the run folder; default ``runs/NAME-tune``. A study in it is resumed.
-        storage: URL of a database instead of an SQLite file in the run folder.
+        storage: URL of a database instead of an SQLite file.
         fresh: first delete the study in the run folder and in ``storage``.
         worker_memory_mb: memory limit of one worker process, in MB.
         trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
@@ -139,25 +141,25 @@ def tune(
         raise UsageError(f"updates is {updates!r}; losses are compared over a whole number of at least {FEWEST_UPDATES}.")
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
+    deadline = limit_s and began + limit_s
     workload = taken(workload, "trimtab.tune")
     folder = run_folder(workload, out, "-tune")
     progress = Printed(budget_s=limit_s) if progress is None else progress
     with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
-        asked = {"limits": limits, "budget": budget, "trials": trials, "updates": updates}
-        command = _spoken(workload, options, **asked, out=str(folder))
+        command = _spoken(workload, options, limits=limits, budget=budget, trials=trials, updates=updates, out=str(folder))
         with starting_afresh(folder) if fresh else contextlib.nullcontext():
             study = Study(
                 workload,
                 folder,
                 options,
-                task=TrainingTask(updates, prepare_by=limit_s and began + limit_s),
+                task=TrainingTask(updates, prepare_by=deadline),
                 progress=progress,
                 interrupted=interrupt,
                 command=command,
                 workers=workers,
             )
         study.record().write(study.folder)
-        study.search(deadline=limit_s and began + limit_s, reserve=lambda: confirm_s(study, limit_s or 0.0), most=most)
+        study.search(deadline=deadline, reserve=lambda: confirm_s(study, limit_s or 0.0), most=study.besides_baseline(most))
         return _answer(study, began)
 
 
@@ -177,7 +179,7 @@ def _limits(limits: Limits | None) -> Limits:
         UsageError: there is another limit.
     """
     found = limits or Limits()
-    for name in ("latency_ms", "size_mb"):
+    for name in ("latency_ms", "size_mb", "throughput"):
         if (given := getattr(found, name)) is not None:
             raise UsageError(
                 f"Limits {name}={given:g} is for inference; a training takes max_drop, of its loss, and memory_mb."

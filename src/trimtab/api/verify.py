@@ -7,6 +7,7 @@ import os
 import pathlib
 
 from trimtab._internal.units import positive
+from trimtab._internal.validation import checked_call
 from trimtab.api.compare import in_turns
 from trimtab.artifact import artifact
 from trimtab.artifact.artifact import Verification
@@ -14,6 +15,7 @@ from trimtab.errors import ArtifactError, CompileError, MeasurementError, Missin
 from trimtab.evaluation.evaluate import Objective
 
 
+@checked_call("trimtab.verify")
 def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = True, seconds: float = 10.0) -> Verification:
     """Check the claims of an artifact on this machine: hashes, outputs on its test vectors, environment and speed.
 

@@ -36,7 +36,18 @@ from trimtab.errors import ArtifactError, CompileError, UsageError
 from trimtab.hardware.environment import Environment
 
 SUMMARY = (
-    *("objective", "inputs", "speedup", "against_tuned", "comparison", "latency_ms", "throughput", "baseline_score", "score"),
+    *(
+        "objective",
+        "inputs",
+        "thread_limit",
+        "speedup",
+        "against_tuned",
+        "comparison",
+        "latency_ms",
+        "throughput",
+        "baseline_score",
+        "score",
+    ),
     *("drop", "parity", "size_mb", "peak_mb", "cold_s", "baseline_speedup"),
 )
 """Entries of the evidence that the manifest and the README repeat."""

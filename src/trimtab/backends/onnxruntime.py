@@ -136,8 +136,9 @@ class OnnxRuntime(Backend):
     Pays off for most networks at small batches, because of its fusions and its low overhead per call, and for small
     deployments. Dynamic int8 pays off for transformers and recurrent networks (on one machine a small LSTM ran 2.8 times as
     fast; all other runtimes gained less than half of that), static int8 for convolutions; both on CPUs with VNNI or similar
-    instructions. Dynamic dimensions cost little (MiniLM: 7.6 ms with them, 7.9 ms without), so they are kept if the export
-    keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
+    instructions. On an AVX2 CPU without VNNI, static int8 ran 1.3 times as fast as float32 for a CNN of 100 microseconds, and
+    0.94 times for one of 45. Dynamic dimensions cost little (MiniLM: 7.6 ms with them, 7.9 ms without), so they are kept if the
+    export keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
     """
 
     name = "onnxruntime"
@@ -248,9 +249,9 @@ def load(folder, threads):
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = onnxruntime.InferenceSession(path, options, providers=where)
     names = session.get_modelmeta().custom_metadata_map["trimtab.inputs"].split(",")
-    known = {{item.name for item in session.get_inputs()}}
+    known, outputs = {{item.name for item in session.get_inputs()}}, [item.name for item in session.get_outputs()]
     def call(arrays):
-        return session.run(None, {{name: array for name, array in zip(names, arrays) if name in known}})
+        return session.run(outputs, {{name: array for name, array in zip(names, arrays) if name in known}})
     return call
 """
 

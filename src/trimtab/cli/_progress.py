@@ -64,7 +64,7 @@ class View(Progress):
         """Whether Ctrl-C was pressed."""
         self.told: set[str] = set()
         """The remarks shown so far."""
-        self.since = time.monotonic()
+        self.began_at = self.since = time.monotonic()
 
     def __enter__(self) -> Self:
         return self

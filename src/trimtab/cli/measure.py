@@ -11,13 +11,14 @@ import typer
 
 import trimtab
 from trimtab._internal.files import typed
-from trimtab._internal.serialization import dumps, from_json
+from trimtab._internal.serialization import dumps, from_json, to_json
 from trimtab._internal.text import plain
 from trimtab._internal.units import fraction, positive, seconds
 from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, brought
 from trimtab.core.measurement import Interval
+from trimtab.measure.host import others
 
 if TYPE_CHECKING:
     from trimtab.artifact.artifact import Verification
@@ -35,6 +36,8 @@ def measure_command(
     vs: Annotated[str | None, typer.Option(help="What to take turns with: another artifact or workload.")] = None,
     time: Annotated[str, typer.Option(help="Most time for sampling.")] = "10s",
     width: Annotated[str, typer.Option(help="Stop when the ratio's interval is this narrow.")] = "2%",
+    memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of a fresh process.")] = False,
+    operators: Annotated[bool, typer.Option("--operators", help="Also the slowest operators of one call.")] = False,
     inputs: Inputs = None,
     shape: Shape = None,
     task: Task = None,
@@ -43,22 +46,40 @@ def measure_command(
 ) -> int:
     """Time one thing, or two in turns with a confidence interval.
 
+    --memory and --operators also look at each in a fresh process.
+
     \b
     Examples:
       trimtab measure model.py
+      trimtab measure model.py --memory --operators
       trimtab measure runs/digits/artifact --vs examples/digits.py
       trimtab measure runs/net/artifact --vs net.onnx --shape images=1x3x224x224
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
     """
     most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width", "2%")
+    _note_others()
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         given = [one for one in (subject, vs) if one is not None]
         is_python = late("importers.load").is_python  # imports torch
         takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
         sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
         found = trimtab.compare(sides[0], sides[1] if vs is not None else None, seconds=most, width=narrow, trust=trust)
-    typer.echo(dumps(found) if json else plain(str(found)))
+    profiles = []
+    if memory or operators:
+        with waiting(f"looking at the {' and the '.join(['memory'] * memory + ['operators'] * operators)}"):
+            profiled = late("cli._profile").profiled
+            profiles = [profiled(side, memory=memory, operators=operators, trust=trust) for side in sides]
+    typer.echo(
+        dumps(to_json(found) | {"profiles": to_json(profiles)}) if json else plain("\n".join(map(str, (found, *profiles))))
+    )
     return 0
+
+
+def _note_others() -> None:
+    """Print a note to standard error if other processes make this machine busy."""
+    found = others()
+    if found is not None and found.busy:
+        typer.echo(f"note: Busy machine: {found}, so figures will be wide.", err=True)
 
 
 def _is_folder(what: str) -> bool:
@@ -80,6 +101,7 @@ def verify_command(
       trimtab verify runs/digits/artifact --json
     """
     most = seconds(time, "--time")
+    _note_others()
     with waiting(f"verifying {artifact}: files, outputs, environment, speed"):
         found = trimtab.verify(artifact, trust=trust, seconds=most)
     typer.echo(dumps(found) if json else "\n".join(plain(line) for line in _lines(found)))

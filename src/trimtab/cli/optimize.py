@@ -19,6 +19,7 @@ from trimtab._internal.text import counted, no_file
 from trimtab._internal.text import plain as cleaned
 from trimtab._internal.units import megabytes, seconds
 from trimtab.cli._boundary import again
+from trimtab.cli._lazy import late
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
 
@@ -54,12 +55,15 @@ def optimize_command(
     latency: Annotated[str | None, typer.Option(metavar="TIME", help="Largest median latency: 4ms.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest memory above an idle process: 500MB.")] = None,
     size: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest size on disk: 5MB.")] = None,
+    throughput: Annotated[str | None, typer.Option(metavar="RATE", help="Least examples per second: 200/s.")] = None,
     objective: Annotated[
         Literal["latency", "throughput", "memory", "size"],
         typer.Option(metavar="WHAT", help="latency, throughput, memory or size."),
     ] = "latency",
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for everything: 90s, 10m, 2h.")] = None,
-    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most so many new trials.")] = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="At most so many trials beside the original's.")
+    ] = None,
     sampler: Annotated[
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
@@ -70,11 +74,12 @@ def optimize_command(
     storage: Annotated[str | None, typer.Option(metavar="URL", help="Database [SQLite in the run folder].")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what is in the run folder.")] = False,
     worker_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory limit of a worker: 4GB [80% of what is free].")
+        str | None, typer.Option(metavar="SIZE", help="Memory limit of a worker: 4GB [80% of free].")
     ] = None,
     trial_time: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one trial.")] = "10m",
     timing: Annotated[str, typer.Option(metavar="TIME", help="Most time for timing one trial.")] = "5s",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the tpe sampler.")] = 0,
+    note: Annotated[str | None, typer.Option(metavar="TEXT", help="Your own words, for the record and the report.")] = None,
     inputs: Inputs = None,
     shape: Shape = None,
     task: Task = None,
@@ -94,25 +99,22 @@ def optimize_command(
     """
     _find(workload)
     budget_s = None if budget is None else seconds(budget, "--budget")
-    options: dict[str, Any] = {
-        "budget": budget_s,
-        "trials": trials,
-        "objective": objective,
-        "sampler": sampler,
-        "out": out,
+    options: dict[str, Any] = {"budget": budget_s, "trials": trials, "objective": objective, "sampler": sampler, "out": out}
+    options |= {
         "storage": storage,
         "fresh": fresh,
+        "seed": seed,
         "worker_memory_mb": None if worker_memory is None else megabytes(worker_memory, "--worker-memory"),
         "trial_seconds": seconds(trial_time, "--trial-time"),
         "timing_seconds": seconds(timing, "--timing"),
-        "seed": seed,
     }
     console = Console(stderr=json, emoji=False)
     lines = plain or not on_terminal(sys.stderr if json else sys.stdout)
     with view(console, plain=lines, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
-        limits = trimtab.Limits.parse(max_drop=max_drop, max_error=max_error, latency=latency, memory=memory, size=size)
+        limit = {"max_drop": max_drop, "max_error": max_error, "latency": latency, "memory": memory, "size": size}
+        limits = trimtab.Limits.parse(**limit, throughput=throughput)
         subject = brought(workload, inputs, shape, task)
-        result = trimtab.optimize(subject, limits=limits, progress=progress, **options)
+        result = annotated(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
     if json:
         typer.echo(dumps(result))
     else:
@@ -120,6 +122,16 @@ def optimize_command(
     if progress.cut_short and not quiet:
         console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
+
+
+def annotated(result: Result, note: str | None) -> Result:
+    """``result`` with the user's ``note`` in the storage of its study, its record and its report. An empty note removes the
+    earlier one, ``None`` leaves it."""
+    if note is None:
+        return result
+    result.study.storage.note(late("study.result").NOTE, note.strip() or None)
+    found: Result = late("api.optimize").reported(result)
+    return found
 
 
 def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:

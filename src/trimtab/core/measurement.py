@@ -21,6 +21,7 @@ UNRELIABLE = 0.3
 """A ratio whose interval is wider than this share of its value is reported as unreliable."""
 MANY = 1e3
 """An upper bound of a ratio above this carries no information; it is shown as ``over 1000``."""
+StoppedBy = Literal["width", "time", "pairs"]
 Relative = Literal["examples", "output", "size", "one"]
 
 
@@ -133,7 +134,10 @@ class Comparison:
     """Number of starts. Each start runs both programs in new processes."""
     rival_ms: tuple[float, float] | None = None
     """Shortest and longest median time of the baseline in milliseconds, over all starts and over the trials of a study."""
-    stopped_by: Literal["width", "time", "pairs"] = "width"
+    undisturbed: float | None = None
+    """Share of samples during which the only thread of each program never waited for a core, on the side with fewer; only these
+    count. 0 if they were too few, so that the time counts for which the threads ran. ``None`` with several threads."""
+    stopped_by: StoppedBy = "width"
     """Why sampling ended: the interval was narrow enough, the time was up, or the requested pairs were done."""
 
     @property

@@ -142,13 +142,20 @@ class Signature:
         Raises:
             InputError: the arguments do not fit in number, structure, dtype or shape.
         """
-        try:
-            if self._flat and not kwargs and tuple(map(_KIND, args)) in self._passed:
-                return args
-        except AttributeError:  # not a tensor; the slow path raises the error
-            pass
+        last = self._last
+        if last and not kwargs and len(args) == len(last):
+            try:
+                for tensor, (dtype, shape) in zip(args, last):  # noqa: B905 - a lookup in a set takes 2 microseconds longer
+                    if tensor.dtype is not dtype or tensor.shape != shape:
+                        break
+                else:
+                    return args
+            except AttributeError:  # not a tensor; check() raises the error
+                pass
         leaves = self.bind(args, kwargs)
         self.check(leaves)
+        if leaves is args:
+            object.__setattr__(self, "_last", tuple(map(_KIND, leaves)))  # one assignment: other threads see all of it or none
         return leaves
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[torch.Tensor]:
@@ -166,6 +173,11 @@ class Signature:
         if structure != self.input_structure:
             raise InputError(self._structure_difference(structure))
         return leaves
+
+    @cached_property
+    def _last(self) -> tuple[tuple[torch.dtype, torch.Size], ...]:
+        """Dtype and shape of each tensor of the last accepted call, if all its arguments were positional tensors."""
+        return ()
 
     @cached_property
     def _passed(self) -> set[Any]:

@@ -6,15 +6,16 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from trimtab._internal import units
 from trimtab._internal.text import of_type
 from trimtab._internal.user_code import BY_HAND, user_code
-from trimtab._internal.validation import by_name
+from trimtab._internal.validation import by_name, checked_call
 from trimtab.core.capture import Call, record
 from trimtab.core.dynamic_dims import describe_dims
 from trimtab.core.settings import Settings
@@ -46,9 +47,10 @@ class Evaluation:
 
     data: Any
     """A :class:`torch.utils.data.Dataset` of single examples, an iterable of batches, or a tuple ``(inputs, targets)`` of
-    tensors with all examples. Each item is ``(inputs, target)``; ``inputs`` is a tensor, a tuple of positional arguments or a
-    dict of keyword arguments. Batches are split into examples only if the model treats the rows independently; otherwise, as
-    for a sequence whose first axis is time, items stay whole."""
+    tensors with all examples; or a function without arguments that reads one of these, which a study calls once. Each item is
+    ``(inputs, target)``; ``inputs`` is a tensor, a tuple of positional arguments or a dict of keyword arguments. Batches are
+    split into examples only if the model treats the rows independently; otherwise, as for a sequence whose first axis is time,
+    items stay whole."""
     score: Callable[[Any, Any], Any] | None = None
     """``score(output, target)`` -> the scores of the n examples of a batch: numbers or booleans, shape ``(n,)``. If an item's
     rows are not examples, the mean of its scores counts as one score, unless ``dynamic`` names the batch axis."""
@@ -128,7 +130,10 @@ class Training:
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits that a recipe must keep. ``None`` means no limit, except that ``max_drop=None`` means ``"mlperf-99"``."""
+    """Limits that a recipe must keep. ``None`` means no limit, except that ``max_drop=None`` means ``"mlperf-99"``.
+
+    A text with a unit, such as ``latency_ms="4ms"`` or ``max_drop="0.5%"``, is converted to the number in the field's unit.
+    """
 
     max_drop: float | str | None = None
     """Largest drop of the score, in its own unit (0.005 is half a point of accuracy), or ``"mlperf-99"`` or ``"mlperf-99.9"``.
@@ -142,16 +147,19 @@ class Limits:
     after importing torch."""
     size_mb: float | None = None
     """Largest size of the runtime's files, in MB (10**6 bytes)."""
+    throughput: float | None = None
+    """Least examples per second, where throughput is the objective."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_drop, str) and self.max_drop not in PRESETS:
+        if isinstance(self.max_drop, str) and self.max_drop not in PRESETS and not re.match(r"\s*[0-9.]", self.max_drop):
             raise UsageError(f"max_drop is {self.max_drop!r}; use a number like 0.005 or one of {', '.join(PRESETS)}.")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            preset = field.name == "max_drop" and isinstance(value, str)
+            value, (read, example) = getattr(self, field.name), _READ[field.name]
+            preset = field.name == "max_drop" and isinstance(value, str) and value in PRESETS
+            if isinstance(value, str) and not preset:
+                object.__setattr__(self, field.name, value := read(value, field.name))
             if value is not None and not preset and not isinstance(value, numbers.Real):
-                words = "Limits.parse(max_drop='2%', latency='4ms', memory='500MB', size='5MB') takes texts with units"
-                raise UsageError(f"{field.name} is {value!r}; a limit is a plain number, without a unit. {words}.")
+                raise UsageError(f"{field.name} is {value!r}; give a number or a text with a unit, such as {example!r}.")
             if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):  # such as a numpy number
                 object.__setattr__(self, field.name, value := float(value))
             if isinstance(value, float) and not math.isfinite(value):
@@ -161,6 +169,7 @@ class Limits:
                 raise UsageError(f"{field.name} is {value}; a limit is a positive number.")
 
     @classmethod
+    @checked_call("Limits.parse")
     def parse(
         cls,
         *,
@@ -169,8 +178,9 @@ class Limits:
         latency: str | None = None,
         memory: str | None = None,
         size: str | None = None,
+        throughput: str | None = None,
     ) -> Limits:
-        """Limits from texts with units: ``0.5%``, ``4ms``, ``500MB``.
+        """Limits from the texts of the command line: ``0.5%``, ``4ms``, ``500MB``, ``200/s``.
 
         Raises:
             UsageError: a unit is missing or wrong, or a text is not a number.
@@ -178,10 +188,11 @@ class Limits:
         drop = max_drop if max_drop is None or max_drop in PRESETS else units.fraction(max_drop, "--max-drop")
         return cls(
             max_drop=drop,
-            max_error=cls.max_error if max_error is None else _error(max_error),
-            latency_ms=None if latency is None else 1e3 * units.seconds(latency, "--latency"),
+            max_error=cls.max_error if max_error is None else _error(max_error, "--max-error"),
+            latency_ms=None if latency is None else _milliseconds(latency, "--latency"),
             memory_mb=None if memory is None else units.megabytes(memory, "--memory"),
             size_mb=None if size is None else units.megabytes(size, "--size"),
+            throughput=None if throughput is None else units.per_second(throughput, "--throughput"),
         )
 
     def drop_limit(self, baseline_score: float) -> float:
@@ -191,15 +202,30 @@ class Limits:
         return PRESETS[self.max_drop or "mlperf-99"] * abs(baseline_score)
 
 
-def _error(text: str) -> float:
-    """Parse ``--max-error``. Numbers from 1 to 100 without ``%`` are refused as forgotten percent signs."""
-    found = units.fraction(text, "--max-error")
+def _error(text: str, name: str) -> float:
+    """Parse a ``max_error``. Numbers from 1 to 100 without ``%`` are refused as forgotten percent signs."""
+    found = units.fraction(text, name)
     if "%" not in text and 1 <= found < 100:
         raise UsageError(
-            f"--max-error is {text!r}, which allows outputs to be off by {found:.0%} of what they vary by. If {found:g}% was "
-            f"meant, write --max-error {found:g}%."
+            f"{name} is {text!r}, which allows outputs to be off by {found:.0%} of what they vary by. If {found:g}% was "
+            f"meant, write {name}{' ' if name.startswith('-') else '='}{found:g}%."
         )
     return found
+
+
+def _milliseconds(text: str, name: str) -> float:
+    return 1e3 * units.seconds(text, name)
+
+
+_READ: Mapping[str, tuple[Callable[[str, str], float], str]] = {
+    "max_drop": (units.fraction, "0.5%"),
+    "max_error": (_error, "5%"),
+    "latency_ms": (_milliseconds, "4ms"),
+    "memory_mb": (units.megabytes, "500MB"),
+    "size_mb": (units.megabytes, "5MB"),
+    "throughput": (units.per_second, "200/s"),
+}
+"""Limit -> the function that reads it from a text, and an example of such a text."""
 
 
 @by_name
@@ -217,7 +243,8 @@ class Workload:
     evaluation: Evaluation | None = None
     """How results are judged. Without it, outputs are compared with the model's own."""
     calibration: Any = None
-    """Unlabelled batches of real inputs for quantizers. Without it, some of the evaluation's data is set aside for them."""
+    """Unlabelled batches of real inputs for quantizers, or a function that reads them. Without it, some of the evaluation's
+    data is set aside for them."""
     dynamic: Mapping[str, Mapping[int, str | Dim]] | None = None
     """Sizes that may differ between calls: ``{"input_ids": {0: "batch", 1: "length"}}``. ``None``: inferred from ``examples``
     and the data. A :class:`~trimtab.core.signature.Dim` instead of a name states bounds or a step."""
@@ -261,6 +288,7 @@ class Workload:
         return f"Workload({self.name!r}, {model}, mode={self.mode!r}{judged})"
 
     @classmethod
+    @checked_call("Workload.capture")
     def capture(
         cls,
         module: nn.Module,
@@ -352,7 +380,14 @@ class Workload:
 
 
 def _check_inputs(inputs: Any) -> None:
-    """Refuse inputs without a tensor, and values that no runtime can be called with."""
+    """Refuse inputs without a tensor, and values that no runtime can be called with, such as a loader or an image."""
+    if isinstance(inputs, (DataLoader, Dataset, Iterator)):
+        one = "dataset[0][0][None]" if isinstance(inputs, Dataset) else "next(loader)[0][:1]"
+        one = "next(iter(loader))[0][:1]" if isinstance(inputs, DataLoader) else one
+        raise UsageError(
+            f"The workload's inputs are {of_type(inputs)}, which yields many examples; the model is called with one batch of "
+            f"them. For a {'dataset' if isinstance(inputs, Dataset) else 'loader'} of (inputs, targets): inputs={one}."
+        )
     if not flatten(as_call(inputs), "the example inputs")[0]:
         given = repr(inputs)
         raise UsageError(

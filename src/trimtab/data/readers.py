@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -10,14 +11,16 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, default_collate
 
-from trimtab._internal.text import of_type, with_fix
+from trimtab._internal.text import error_text, of_type, with_fix
 from trimtab.core.capture import Call
 from trimtab.core.workload import Evaluation, Workload, as_call, user_code
 from trimtab.data.batch_independence import Judge
 from trimtab.data.batches import Batch, arrays_to_tensors, count, marked, rows_of
 from trimtab.errors import UsageError
-from trimtab.tensors.structure import Structure, flatten, tensors_of
+from trimtab.tensors.structure import Structure, flatten, leaves_of, tensors_of
 
+IMAGES = "PIL."
+"""First letters of the modules of PIL's image classes."""
 MOST_CALIBRATION = 256
 """Most calibration examples; more take time and change a quantizer's ranges little."""
 
@@ -47,7 +50,7 @@ def labelled(
         return Data([dataclasses.replace(batch, rows=0) for batch in batches] if run else batches, stacked=not run)
     what, stacked = "the evaluation data", False
     data = _in_one_order(data, generator, notes, what)
-    with user_code("The evaluation data could not be read", "Go through it yourself once."):
+    with _reading(what):
         if _is_mapped(data):
             order = torch.randperm(len(data), generator=generator)[:most].tolist()
             stacked = not run
@@ -67,6 +70,26 @@ def labelled(
     if not items:
         raise UsageError("The evaluation data is empty. It must yield (inputs, target) pairs.")
     return Data([_labelled(item, number, whole=run) for number, item in enumerate(items)], stacked=stacked)
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Wrap the errors of the user's ``what``. Images that torch cannot collate get the transform that makes them tensors."""
+    with user_code(f"{what[0].upper()}{what[1:]} could not be read", "Go through it yourself once."):
+        try:
+            yield
+        except TypeError as error:
+            if IMAGES in error_text(error):
+                raise _no_images(what) from error
+            raise
+
+
+def _no_images(where: str) -> UsageError:
+    return UsageError(
+        f"{where[0].upper()}{where[1:]} holds PIL images, and a model takes tensors. Let the dataset convert them, with "
+        "transform=transforms.ToTensor() and what else the model was trained with, or by hand: "
+        "torch.as_tensor(numpy.array(image)).permute(2, 0, 1) / 255."
+    )
 
 
 def _in_one_order(data: Any, generator: torch.Generator, notes: list[str], what: str) -> Any:
@@ -148,7 +171,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
         return Data([])
     data: Any = _in_one_order(workload.calibration, generator, notes, what)
     total: int | None = None
-    with user_code("The calibration data could not be read", "Go through it yourself once."):
+    with _reading(what):
         if isinstance(data, torch.Tensor) or _is_mapped(data):
             total = len(data)
             order = torch.randperm(total, generator=generator)[:MOST_CALIBRATION]
@@ -215,6 +238,8 @@ def _together(examples: Any, what: str) -> Any:
     try:
         return default_collate(examples)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        if IMAGES in error_text(error):
+            raise _no_images(what) from error
         problem = f"The examples of {what} cannot be put together into batches: {error}"
         raise UsageError(with_fix(problem, "Give a DataLoader with your own collate_fn.")) from error
 
@@ -253,6 +278,8 @@ def _within(item: Any) -> Any:
 
 def _batch(inputs: Any, target: Any, *, whole: bool, where: str) -> Batch:
     inputs, target = arrays_to_tensors(inputs), arrays_to_tensors(target)
+    if any(type(leaf).__module__.startswith(IMAGES) for leaf in leaves_of(inputs)):
+        raise _no_images(where)
     for tensor in tensors_of(inputs):  # -inf may be a mask, and NaN in targets may mean unknown
         if tensor.is_floating_point() and (bad := int(torch.isnan(tensor).sum())):
             raise UsageError(f"{where} holds NaN: {bad} of {tensor.numel()} values. Clean the data first.")

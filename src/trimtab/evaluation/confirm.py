@@ -172,6 +172,10 @@ def _fast(
     limits, latency = plan.limits, figures["latency_ms"].median
     if limits.latency_ms is not None and latency > limits.latency_ms:
         return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."
+    rate = figures.get("throughput")
+    if limits.throughput is not None and rate is not None and rate.median < limits.throughput:
+        found_again = f"{rate.median:.4g} examples/s; the limit is {limits.throughput:g} examples/s"
+        return f"Measured again, its throughput is {found_again}."
     peak = figures.get("peak_mb")
     if limits.memory_mb is not None and peak is not None and peak > limits.memory_mb:
         return f"Measured again, its peak memory is {peak:.4g} MB; the limit is {limits.memory_mb:g} MB."
@@ -190,7 +194,7 @@ def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | N
     if plan.objective not in ("latency", "throughput"):
         return None
     ratio = figures.get("against_tuned", written)
-    if ratio.doubtful:
+    if ratio.unclear:
         figures["undecided"] = True
         said = f"Measured again, it is between {ratio.low:.2f} and {ratio.high:.3g} times as fast as the tuned original"
         if (comparison := figures["comparison"]).few:

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset
 
 from trimtab._internal.text import counted
 from trimtab.core.candidate import Candidate, call_model, mark_dynamic
@@ -59,7 +60,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     """
     if workload.mode == "train":
         raise UsageError(f"The workload {workload.name!r} is for training: trimtab.tune(...) takes it.")
-    notes = list(workload.notes)
+    workload, notes = _with_data(workload), list(workload.notes)
     with user_code("The workload's model could not be built", "Call the function that makes it yourself."):
         model = workload.build_model()
     _check_model(model)
@@ -115,6 +116,26 @@ def refuse_nan(candidate: Candidate) -> None:
                 f"The model gives NaN for the workload's inputs: {bad} of {leaf.numel()} values of {spec.name!r}. An artifact "
                 "is tested with them, and nothing can be held against NaN. Take inputs from the data: inputs=images[:1]."
             )
+
+
+def _with_data(workload: Workload) -> Workload:
+    """``workload`` with the results of functions that read data in their place.
+
+    Raises:
+        WorkloadError: a function raised.
+    """
+
+    def read(data: Any, what: str) -> Any:
+        if not callable(data) or isinstance(data, (Dataset, Iterable)):
+            return data
+        with user_code(f"The function that reads the {what} data raised", "Call it yourself to see why."):
+            return data()
+
+    evaluation = workload.evaluation
+    if evaluation is not None:
+        read_now = {"data": read(evaluation.data, "evaluation"), "test": read(evaluation.test, "test")}
+        evaluation = dataclasses.replace(evaluation, **read_now)
+    return dataclasses.replace(workload, evaluation=evaluation, calibration=read(workload.calibration, "calibration"))
 
 
 def _check_stated(workload: Workload, candidate: Candidate, splits: Splits) -> None:

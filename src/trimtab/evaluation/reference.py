@@ -29,6 +29,7 @@ from trimtab.tensors.structure import Structure, classes, cloned, flatten, hande
 
 FEW_RESAMPLES = 100
 """Resamples if only the spread of a metric is needed, and no interval."""
+SIDES = ("outputs", "targets")
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -219,13 +220,15 @@ def _judged(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Ba
     if evaluation.metric is not None:
         counts, targets = _counts(outputs, batches), [batch.target for batch in batches]
         whole = joined(outputs, counts)(None), joined(targets, counts)(None)
-        with user_code("Evaluation metric raised", "Call it yourself with outputs and targets of several batches, joined."):
+        fix = "Call it yourself with outputs and targets of several batches, joined."
+        with user_code("Evaluation metric raised", fix, dict(zip(SIDES, whole, strict=True))):
             value = evaluation.metric(*whole)
         return Scores(value=number(value, "metric"), n=_examples(counts, batches))
     each: list[float] = []
     assert evaluation.score is not None
     for output, batch in zip(outputs, batches, strict=True):
-        with user_code("Evaluation score raised", "Call it yourself with the model's output for a batch, and its targets."):
+        fix = "Call it yourself with the model's output for a batch, and its targets."
+        with user_code("Evaluation score raised", fix, dict(zip(SIDES, (output, batch.target), strict=True))):
             found = numbers(evaluation.score(output, spared(batch.target)), batch.rows)
         # scores within one example are not independent
         each += [float(np.mean(found))] if batch.single and found and len(found) != batch.examples else found

@@ -27,16 +27,18 @@ WORD = 8
 class Workers:
     """Forks workers. A context manager: leaving it ends the servers, and with them every worker.
 
-    There are two servers: one has imported what the jobs need, and after :meth:`warm` another has also imported what the
-    workload imports. The first starts with the first worker. If they cannot run, or were killed, :meth:`start` returns
-    ``None``, and the caller starts a new interpreter instead.
+    Each server can be forked into another that has done more: the first has imported what the jobs need; :meth:`warm` adds one
+    that has also imported what the workload imports, and one that has also read the workload. The first starts with the first
+    worker. If no server runs, because it was killed or cannot be forked, :meth:`start` returns ``None``, and the caller starts
+    a new interpreter instead.
     """
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
-        self._plain: socket.socket | None = None
-        self._warm: socket.socket | None = None
+        self._channels: list[socket.socket] = []
+        """Sockets of the servers, the plain one first."""
+        self._start_s = START_S
 
     def __enter__(self) -> Self:
         return self
@@ -47,7 +49,7 @@ class Workers:
     def start(self, folder: pathlib.Path, log: int, environment: dict[str, str], *, warm: bool) -> Forked | None:
         """A worker for the job in ``folder`` with its output in the file descriptor ``log``; ``None`` if forking fails.
 
-        With ``warm`` it comes from the server with the workload's imports, if that runs; otherwise it has none of them.
+        With ``warm`` it comes from the server that has done most; otherwise it has no imports of the workload.
         """
         if sys.platform != "linux":  # other systems' own libraries do not survive a fork
             return None
@@ -55,38 +57,42 @@ class Workers:
             self._launch(environment)
         changed = {name: value for name, value in environment.items() if self._environment.get(name) != value}
         request = {"folder": str(folder), "environment": changed}
-        if warm and self._warm is not None:
-            if forked := _forked(self._warm, request, [log]):
+        while warm and len(self._channels) > 1:
+            if forked := _forked(self._channels[-1], request, [log], self._start_s):
                 return forked
-            self._warm.close()
-            self._warm = None
-        return None if self._plain is None else _forked(self._plain, request, [log])
+            self._channels.pop().close()
+        return _forked(self._channels[0], request, [log], START_S) if self._channels else None
 
-    def warm(self, imported: pathlib.Path) -> None:
-        """Start a server that imports what the file ``imported`` lists; the next warm worker waits for it."""
-        if self._plain is None or self._warm is not None or not imported.exists():
+    def warm(self, preload: pathlib.Path, *, seconds: float) -> None:
+        """Start servers that do what the file ``preload`` lists (:func:`trimtab.execution.preloaded_imports.write_preload`):
+        one its imports, and a fork of it that also reads the workload, for which it has ``seconds``. The next warm worker waits
+        for them."""
+        if len(self._channels) != 1 or not preload.exists():
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, open(os.devnull, "wb") as log:
-            forked = _forked(self._plain, {"imported": str(imported.absolute())}, [log.fileno(), theirs.fileno()])
-        if forked is None:
-            ours.close()
-            return
-        self._warm = ours
+        self._start_s = START_S + seconds
+        for step in ("imports", "workload"):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs, open(os.devnull, "wb") as log:
+                request = {"preload": str(preload.absolute()), "step": step}
+                forked = _forked(self._channels[-1], request, [log.fileno(), theirs.fileno()], self._start_s)
+            if forked is None:
+                ours.close()
+                return
+            self._channels.append(ours)
 
     def close(self) -> None:
         """End the servers and their forks."""
-        for channel in (self._plain, self._warm):
-            if channel is not None:
-                channel.close()
+        for channel in self._channels:
+            channel.close()
         if self._server is not None:
             self._server.kill()
             self._server.communicate()
-        self._server = self._plain = self._warm = None
+        self._server, self._channels = None, []
 
     def _launch(self, environment: dict[str, str]) -> None:
         self._environment = environment | {"TMPDIR": tempfile.gettempdir()}  # the first worker's folder is deleted with it
-        self._plain, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channels = [ours]
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), FORKSERVER, str(theirs.fileno())],
@@ -99,8 +105,8 @@ class Workers:
             )
 
 
-def _forked(channel: socket.socket, request: Mapping[str, Any], descriptors: list[int]) -> Forked | None:
-    """Ask the server behind ``channel`` for a fork; ``None`` if the server is gone or does not answer."""
+def _forked(channel: socket.socket, request: Mapping[str, Any], descriptors: list[int], seconds: float) -> Forked | None:
+    """Ask the server behind ``channel`` for a fork; ``None`` if the server is gone or does not answer within ``seconds``."""
     told, tells = os.pipe()
     try:
         socket.send_fds(channel, [json.dumps(request).encode()], [tells, *descriptors])
@@ -109,7 +115,7 @@ def _forked(channel: socket.socket, request: Mapping[str, Any], descriptors: lis
         return None
     finally:
         os.close(tells)
-    number = os.read(told, WORD) if _readable(told, START_S) else b""
+    number = os.read(told, WORD) if _readable(told, seconds) else b""
     if not number:
         os.close(told)
         return None

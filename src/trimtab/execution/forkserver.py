@@ -1,12 +1,12 @@
 """The servers that workers are forked from: interpreters that have done the imports of a job and nothing else.
 
 Importing torch takes seconds, importing what a workload uses up to a quarter of a minute, and a search starts two processes for
-every trial. A server has computed nothing, so it has no OpenMP threads, no runtime and no device, and its fork is as clean as a
-new interpreter but for one thing: all forks inherit one memory layout, which makes a program faster or slower. So each fork
-shifts its allocations by a random size; the processes that write an artifact are new interpreters.
+every trial. A server has computed with one thread at most, so it has no OpenMP threads, no runtime and no device, and its fork
+is as clean as a new interpreter but for one thing: all forks inherit one memory layout, which makes a program faster or slower.
+So each fork shifts its allocations by a random size.
 
 ``python -P parent_death.py PARENT trimtab.execution.forkserver FD`` is the plain server; requests arrive through the socket
-``FD``. The warm server, which has also imported what the workload imports, is a fork of it.
+``FD``. Further servers, which have also imported what the workload imports, or have read the workload, are forks of it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,35 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
+from trimtab._internal.serialization import write_json
+from trimtab.core.candidate import MODEL_ERRORS
+from trimtab.errors import TrimtabError
 from trimtab.execution import worker
 from trimtab.execution.fork_pool import WORD
+from trimtab.execution.jobs.inference import preload as preload_workload
 from trimtab.execution.parent_death import die_with
+from trimtab.execution.preloaded_imports import PRELOADED
 from trimtab.execution.process import end_descendants
 
 LONGEST_REQUEST = 1 << 16
 OURS = 1 if sys.platform == "linux" else 2
 """Python threads in a server: the main one and, if the kernel does not watch the parent, the one that does."""
-COMPUTE_S = 30.0
+COMPUTE_S = 10.0
 """Maximum seconds that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
 GAP, SHIFT_PAGES, SHIFT_BLOCKS = 1 << 28, 2048, 512
 """Bytes of address space that are reserved without memory, and maximum pages and heap blocks, by which the memory of a fork is
 shifted."""
+MET: tuple[type[BaseException], ...] = (TrimtabError, SystemExit, *MODEL_ERRORS)
+"""Errors of a workload that is read."""
+_threads: list[int] = [torch.get_num_threads()]
+"""The last is torch's number of threads in a fork: the default, or the number that the workload sets."""
 _reserved: list[mmap.mmap | bytearray] = []
 """Reservations that shift the memory of this process, kept as long as it lives."""
 
@@ -79,9 +90,10 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
             for inherited in (channel.detach(), woken, wakes, tells, *running.values()):
                 os.close(inherited)
             _settle(log, server)
-            if "imported" in request:
-                return _warm(pathlib.Path(request["imported"]), socket.socket(fileno=others[0]))
+            if "preload" in request:
+                return _warm(pathlib.Path(request["preload"]), request["step"], socket.socket(fileno=others[0]))
             os.environ.update(request["environment"])
+            torch.set_num_threads(_threads[-1])
             tempfile.tempdir = None  # cached in the server, but another folder in each fork
             return pathlib.Path(request["folder"])
         os.setpgid(pid, pid)  # before the worker is announced, so that its group can be killed from the start
@@ -91,21 +103,44 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
         running[pid] = tells
 
 
-def _warm(imported: pathlib.Path, channel: socket.socket) -> pathlib.Path | None:
-    """Import what the workload's dry run imported, under the environment that the dry run had made, and serve.
+def _warm(preload: pathlib.Path, step: str, channel: socket.socket) -> pathlib.Path | None:
+    """Import what the workload's dry run imported, under the environment that the dry run had made, or read the workload; then
+    serve.
 
-    There is no warm server if an import starts threads, which forks would lack, computes with threads that do not survive a
-    fork, or initializes a GPU driver, which then fails in forks.
+    There is no such server if it then has threads, which forks would lack, or OpenMP threads, which do not survive a fork, or
+    if a GPU driver was initialized, which then fails in forks. So the workload is read with one thread.
     """
-    known = json.loads(imported.read_text(encoding="utf-8"))
-    os.environ.update(known["environment"])
-    for name in known["modules"]:
-        # the worker that needs the import will repeat it and report the error
-        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
-            importlib.import_module(name)
-    if threading.active_count() > OURS or not _computes():
-        return None
-    return serve(channel)
+    known, begun, reason = json.loads(preload.read_text(encoding="utf-8")), time.monotonic(), None
+    if step == "imports":
+        os.environ.update(known["environment"])
+        for name in known["modules"]:
+            # the worker that needs the import will repeat it and report the error
+            with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+                importlib.import_module(name)
+        _threads.append(torch.get_num_threads())
+    else:
+        torch.set_num_threads(1)
+        _threads.append(known["threads"])
+        reason = _read_workload(known)
+    if threading.active_count() > OURS:
+        reason = "reading it starts threads, which other processes would lack"
+    elif reason is None and not _computes():
+        reason = "what it computes leaves threads or a GPU behind, which other processes cannot use"
+    if step == "workload":
+        told = {"seconds": time.monotonic() - begun, "reason": reason}
+        write_json(preload.with_name(PRELOADED), told)
+    return None if reason else serve(channel)
+
+
+def _read_workload(known: Mapping[str, Any]) -> str | None:
+    """Read the workload; returns why that failed."""
+    with open(os.devnull, "w", encoding="utf-8") as nothing, warnings.catch_warnings(action="ignore"):
+        try:
+            with contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
+                preload_workload(known["workload"], known["weights"])
+        except MET as error:  # a worker that reads it reports the error
+            return f"it cannot be read twice ({type(error).__name__}: {error})"
+    return None
 
 
 def _computes() -> bool:
@@ -114,6 +149,7 @@ def _computes() -> bool:
     if pid == 0:
         if torch.cuda._is_in_bad_fork():
             os._exit(1)
+        torch.set_num_threads(_threads[-1])
         torch.ones(1 << 20).sum()
         torch.ones(256, 256) @ torch.ones(256, 256)
         np.ones((256, 256)) @ np.ones((256, 256))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from trimtab._internal.serialization import write_json
 from trimtab._internal.text import counted
 from trimtab.core.backend import BACKENDS
 
-IMPORTED = "imported.json"
+IMPORTED, PRELOAD, PRELOADED = "imported.json", "preload.json", "preloaded.json"
+"""Files: what the dry run imported; what servers do before they fork; how long reading the workload took there, and the reason
+if they cannot fork after it."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _SEEN = {name: os.environ.get(name) for name in THREADS}
 """Values of the thread variables when torch was imported, which reads them only then."""
@@ -44,6 +48,14 @@ def imports_noted(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[di
             own[name] = os.path.abspath(origin)
     changed = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     write_json(folder / IMPORTED, {"modules": [*found, *also], "environment": changed})
+
+
+def write_preload(folder: pathlib.Path, workload: Mapping[str, Any], threads: int, weights: Mapping[str, str]) -> pathlib.Path:
+    """Write to ``folder`` what servers do before they fork, and return the path of that file: the imports of the dry run, whose
+    list is in ``folder``, and reading ``workload``, whose model has ``weights``. Forks compute with ``threads``."""
+    imported = json.loads((folder / IMPORTED).read_text(encoding="utf-8"))
+    write_json(folder / PRELOAD, {**imported, "workload": workload, "threads": threads, "weights": weights})
+    return folder / PRELOAD
 
 
 def threads_unseen(threads: int) -> list[str]:

@@ -21,11 +21,15 @@ from trimtab.evaluation.evaluate import BUILT, UNSAVED, Objective, Plan
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.fork_pool import Workers
 from trimtab.execution.jobs.inference import EXAMPLE
-from trimtab.execution.preloaded_imports import IMPORTED
+from trimtab.execution.preloaded_imports import IMPORTED, PRELOADED, write_preload
 from trimtab.execution.process import LOG, Outcome, WorkerProcess
 
-TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE = "trials", "rivals", "reference", "scratch", "prepare"
+TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE, PREPARED = "trials", "rivals", "reference", "scratch", "prepare", "prepared"
 """Names of folders in the run folder."""
+SLOW_READING_S = 2.0
+"""Seconds of reading a workload above which a note says that it is read again."""
+READ_AGAIN = 3.0
+"""Time in which a server must have read the workload, in dry runs."""
 
 
 class TrialRunner:
@@ -60,7 +64,7 @@ class TrialRunner:
         self.folder, self.baseline, self.workers, self.interrupted = folder, baseline, workers, interrupted
         self.trial_s, self.memory_mb = trial_s, memory_mb
         self.startup_s = 0.0
-        """Seconds of the dry run, with the start of its interpreter."""
+        """Seconds of the dry run, without those in which it read the workload, which later processes do not."""
         self.load_s = 0.0
         """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
         self._server_tells_costs = server_tells_costs
@@ -70,11 +74,16 @@ class TrialRunner:
             "workload": source,
             "reference": str(here / REFERENCE),
             "scratch": str(here / SCRATCH),
+            "prepared": str(here / PREPARED),
             "objective": objective,
             **common,
         }
         for left in (folder / SCRATCH).glob(".*"):  # left by workers that were killed
             shutil.rmtree(left, ignore_errors=True)
+
+    def limit_threads(self, threads: int | None) -> None:
+        """From the next worker on, compute and time with at most ``threads`` threads; ``None`` stands for no limit."""
+        self._common["thread_limit"] = threads
 
     def job(self) -> dict[str, Any]:
         """The entries that all jobs of the study share."""
@@ -88,9 +97,9 @@ class TrialRunner:
         """Whether the study has to end: it was interrupted, or ``deadline``, of ``time.monotonic``, has passed."""
         return self.interrupted() or (deadline is not None and time.monotonic() > deadline)
 
-    def servers(self, folder: str, *, forked: bool = True) -> BaselineServers:
+    def servers(self, folder: str) -> BaselineServers:
         """Servers of recipes, with their files in ``folder`` of the run folder."""
-        return BaselineServers(self.job(), self.folder / folder, self.workers if forked else None)
+        return BaselineServers(self.job(), self.folder / folder, self.workers)
 
     def run_job(
         self,
@@ -99,22 +108,21 @@ class TrialRunner:
         *,
         deadline: float | None = None,
         final: bool = False,
-        anew: bool = False,
         warm: bool = True,
     ) -> Outcome:
         """Run a job in a worker; returns how the worker ended.
 
-        The first Ctrl-C, which asks for a clean end, does not cut off a ``final`` job. With ``anew`` the worker is a new
-        interpreter, whose memory layout is random. Without ``warm`` the worker has none of the workload's imports.
+        The first Ctrl-C, which asks for a clean end, does not cut off a ``final`` job. Without ``warm`` the worker has none of
+        the workload's imports.
         """
-        with self.worker(job, folder, anew=anew, warm=warm) as worker:
+        with self.worker(job, folder, warm=warm) as worker:
             return self.wait_for(worker, deadline=deadline, final=final)
 
     @contextlib.contextmanager
-    def worker(self, job: Mapping[str, Any], folder: pathlib.Path, *, anew: bool, warm: bool) -> Iterator[WorkerProcess]:
+    def worker(self, job: Mapping[str, Any], folder: pathlib.Path, *, warm: bool = True) -> Iterator[WorkerProcess]:
         """A worker that has begun a job, as in :meth:`run_job`; the worker ends with the block."""
         (self.folder / SCRATCH).mkdir(exist_ok=True)
-        worker = WorkerProcess(job, folder, None if anew else self.workers, warm=warm)
+        worker = WorkerProcess(job, folder, self.workers, warm=warm)
         try:
             yield worker
         finally:
@@ -138,7 +146,7 @@ class TrialRunner:
         began = time.monotonic()
         job = self.job() | {"kind": "prepare", "recipe": self.baseline.to_json()}
         outcome = self.run_job(job, self.folder / PREPARE, deadline=deadline)
-        self.startup_s, self.load_s = time.monotonic() - began, outcome.seconds
+        took = time.monotonic() - began
         if outcome.cut_off:
             raise KeyboardInterrupt
         if outcome.error is not None:
@@ -146,10 +154,28 @@ class TrialRunner:
         if outcome.result is None:
             log = self.folder / PREPARE / LOG
             raise WorkloadError(f"The workload failed in its dry run, before the first trial. {outcome.reason} Log: {log}")
-        if self.workers is not None:
-            self.workers.warm(self.folder / PREPARE / IMPORTED)
-        self._weights = outcome.result.get("weights")
+        self._weights, reading_s = outcome.result.get("weights"), outcome.result.pop("reading_s", 0.0)
+        if self.workers is not None and (self.folder / PREPARE / IMPORTED).exists():
+            threads, source = outcome.result["threads"], self._common["workload"]
+            preload = write_preload(self.folder / PREPARE, source, threads, self._weights or {})
+            (preload.with_name(PRELOADED)).unlink(missing_ok=True)
+            self.workers.warm(preload, seconds=READ_AGAIN * took)
+        self.startup_s = self.load_s = max(1.0, took - reading_s)
         return outcome.result
+
+    def reads_again(self) -> str | None:
+        """A note if every process of the study reads the workload again, and that takes long."""
+        path = self.folder / PREPARE / PRELOADED
+        if not path.exists():
+            return None
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["reason"] is None or told["seconds"] < SLOW_READING_S:
+            return None
+        return (
+            f"Every process of the study reads the workload again, which takes {told['seconds']:.0f} s, because "
+            f"{told['reason']}. Put what takes long into functions: Evaluation(data=read) is called once, "
+            "Workload(model=build) twice."
+        )
 
     def trial(
         self, recipe: Recipe, plan: Plan, servers: BaselineServers, deadline: float | None, *, again: bool = False
@@ -250,7 +276,7 @@ class TrialRunner:
         if self._server_tells_costs:
             return servers.ready("as_written", seconds=60)
         job = self.job() | {"kind": "baseline", "weights": self._weights}
-        outcome = self.run_job(job, self.folder / PREPARE / "baseline", anew=True, warm=False)
+        outcome = self.run_job(job, self.folder / PREPARE / "baseline")
         if outcome.error == WorkloadError.__name__:
             raise WorkloadError(str(outcome.reason))
         return None if outcome.cut_off else outcome.result or {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab._internal.files import path_of
 from trimtab._internal.text import no_file, with_remedy
+from trimtab._internal.validation import checked_call
 from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.workload import Workload
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
@@ -29,6 +30,7 @@ SENSELESS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError)
 _NAMED = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
+@checked_call("trimtab.load_workload")
 def load_workload(
     reference: str | os.PathLike[str],
     *,

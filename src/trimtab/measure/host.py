@@ -110,6 +110,38 @@ def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
     return Share(wall / 1e9, min(1.0, others / capacity), min(1.0, stolen / capacity), TICK_NS / capacity)
 
 
+BUSY = 0.25
+"""Share of the CPUs from which on other processes make a machine busy: several threads cannot be timed beside them."""
+LOOK_S = 0.5
+"""Seconds for which the use of the CPUs is watched."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Others:
+    """What other processes used of the CPUs at one moment."""
+
+    share: float
+    cpus: int
+
+    @property
+    def busy(self) -> bool:
+        """Whether they used so much that several threads cannot be timed beside them."""
+        return self.share >= BUSY
+
+    def __str__(self) -> str:
+        return f"other processes used {self.share:.0%} of {'this CPU' if self.cpus == 1 else f'these {self.cpus} CPUs'}"
+
+
+def others(seconds: float = LOOK_S) -> Others | None:
+    """What processes other than this one and its children use of the CPUs now; ``None`` if it is not known."""
+    host = Host({os.getpid()})
+    before = host.snapshot()
+    time.sleep(seconds)
+    after = host.snapshot()
+    found = usage(before, after)
+    return None if found is None or after is None else Others(found.disturbed, after.cpus)
+
+
 def foreign(before: Snapshot | None, after: Snapshot | None) -> float | None:
     """Share of CPU time that processes other than ours used between two snapshots."""
     found = usage(before, after)

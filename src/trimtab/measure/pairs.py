@@ -9,16 +9,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import torch
 
-from trimtab.core.measurement import Comparison, Interval, Measurement, Scalar
+from trimtab.core.measurement import Comparison, Interval, Measurement, Scalar, StoppedBy
 from trimtab.errors import MeasurementError
 from trimtab.measure.host import Host, Share, usage, waited_ns, waits
 from trimtab.measure.quantiles import quantile_of
 from trimtab.measure.stats import ratio_interval, summarize, widened
-from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner, WarmUp, calls_for, warm_up
+from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner, SampledRunner, WarmUp, calls_for, warm_up
+from trimtab.measure.undisturbed import compare_undisturbed
 
 DISTURBED = 0.10
 """A quad is discarded if other processes had more than this share of the CPUs that we may use."""
@@ -61,8 +62,6 @@ BURST, BURST_SHARE = 64, 0.1
 block was: neighbours stop the threads of a call at the beginning of a turn far more often than those of a later one."""
 LEFT = 1e-4
 """Minimum share of its time that a call counts as running: its waiting threads may together wait longer than the call takes."""
-
-StoppedBy = Literal["width", "time", "pairs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,10 +146,11 @@ def compare(
     ``seconds`` are up, or ``max_quads`` are done; the ratio itself never ends the sampling. At least ``min_quads`` are measured
     unless that takes more than twice ``seconds``; two are always measured.
 
-    Quads during which others had the CPU, or a core was slower than usual, are discarded and counted. If there are too few
-    quiet quads, the quietest are used, and ``foreign``, ``stolen`` and ``slowed`` say how noisy they were. The interval then
-    also contains the ratio of the fastest calls of both sides, and the ratio of the calls' times without the time in which
-    their threads waited for a core.
+    If both compute with one thread, samples are kept by whether their thread waited for a core
+    (:func:`trimtab.measure.undisturbed.compare_undisturbed`). Otherwise quads during which others had the CPU, or a core was
+    slower than usual, are discarded and counted. If there are too few quiet quads, the quietest are used, and ``foreign``,
+    ``stolen`` and ``slowed`` say how noisy they were. The interval then also contains the ratio of the fastest calls of both
+    sides, and the ratio of the calls' times without the time in which their threads waited for a core.
 
     ``process_noise``, the variation that more quads do not reduce, is added to the interval at the end, unless a runner is
     compared with itself; ``width`` is about the rest. So by default a difference below about 2% is never sure. For several
@@ -161,11 +161,18 @@ def compare(
     Raises:
         MeasurementError: the process of a runner died or does not answer.
     """
+    pids = {os.getpid(), candidate.pid, rival.pid} if pids is None else pids
+    noise = 0.0 if candidate is rival else process_noise
+    if on_progress is None and _single_threaded(candidate) and _single_threaded(rival):
+        return compare_undisturbed(
+            candidate, rival, width=width, seconds=seconds, min_quads=max(FEWEST_QUADS, min_quads), pids=pids,
+            conditions=conditions or {}, process_noise=noise,
+        )  # fmt: skip
     begun = time.perf_counter()
     min_quads, max_quads = max(FEWEST_QUADS, min_quads), max(FEWEST_QUADS, min_quads, max_quads)
     block_s = min(BLOCK_S, max(0.01, seconds / (8 * min_quads)))
     warm = [warm_up(side, seconds=WARM_UP_SHARE * seconds, block_s=block_s) for side in (candidate, rival)]
-    host = Host(pids if pids is not None else {os.getpid(), candidate.pid, rival.pid})
+    host = Host(pids)
     session = _Session(candidate, rival, warm, block_s, host)
     while (stopped := _stop_reason(session, time.perf_counter() - begun, width, seconds, min_quads, max_quads)) is None:
         session.measure()
@@ -174,8 +181,11 @@ def compare(
             on_progress(Progress(len(session.quiet), len(session.noisy), session.ratio(), elapsed, seconds))
     if len(session.quiet) < min_quads and session.noisy:
         session.look(BURST_SHARE * seconds)
-    noise = 0.0 if candidate is rival else process_noise
     return _result(session, stopped, min_quads, conditions or {}, noise)
+
+
+def _single_threaded(runner: Runner) -> TypeGuard[SampledRunner]:
+    return isinstance(runner, SampledRunner) and runner.threads == 1
 
 
 def quick(candidate: Runner, rival: Runner, seconds: float = 1.5) -> Comparison:

@@ -44,7 +44,8 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
             beside busy neighbours are ignored.
     """
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
-    known = _at_the_same_pace([each.rival for each in seen if each.foreign + each.stolen <= QUIET], starts)
+    quiet = [each for each in seen if each.undisturbed is not None or each.foreign + each.stolen <= QUIET]
+    known = _at_the_same_pace([each.rival for each in quiet], starts)
     halves = [_half_width(found.sampling or found.ratio) for found in starts]
     error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2
     prior = max(PROCESS_NOISE, _spread(known)) ** 2 + error
@@ -53,6 +54,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     quantile = t_quantile((1 + CONFIDENCE) / 2, freedom) if n > 1 else normal_quantile((1 + CONFIDENCE) / 2)
     half = quantile * math.sqrt(variance / n)
     low, high = min(centre - half, value), max(centre + half, value)
+    alone = Interval(math.exp(value), math.exp(low), math.exp(high))
     disturbed = [found.ratio if found.sampling else Interval(*[found.ratio.value] * 3) for found in starts]
     low = min(low, statistics.median(math.log(ratio.low) for ratio in disturbed))
     high = max(high, statistics.median(math.log(ratio.high) for ratio in disturbed))
@@ -67,7 +69,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     return dataclasses.replace(
         starts[-1],
         ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
-        sampling=None,
+        sampling=alone if 2 * sum(found.sampling is not None for found in starts) > n else None,
         pairs=total,
         candidate=_middle_measurement([found.candidate for found in starts]),
         rival=_middle_measurement([found.rival for found in starts]),
@@ -76,6 +78,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
         process_noise=max(PROCESS_NOISE, statistics.stdev(logs) if n > 1 else 0.0),
         starts=n,
         rival_ms=(min(every), max(every)),
+        undisturbed=min((found.undisturbed for found in starts if found.undisturbed is not None), default=None),
         **shares,
     )
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from trimtab._internal.text import error_text, shortened
 from trimtab.errors import MeasurementError, TrimtabError
-from trimtab.measure.timer import MAX_CALLS, Runner
+from trimtab.measure.timer import MAX_CALLS, Runner, Sample, SampledRunner
 
 LONGEST_PATH = 107
 """Maximum bytes of the path of a UNIX socket on Linux."""
@@ -71,12 +71,19 @@ class RemoteRunner:
         self._timeout_s = timeout_s
         _check_address(self._address)
         self._connection: Connection | None = _connect(self._address, authkey, connect_s)
-        self.pid = int(self._ask({"do": "hello"}, connect_s)["pid"])
+        hello = self._ask({"do": "hello"}, connect_s)
+        self.pid = int(hello["pid"])
+        self.threads: int | None = hello["threads"]
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds of each of ``calls`` calls in the other process."""
         answer = self._ask({"do": "block", "calls": calls}, self._timeout_s)
         return [int(ns) for ns in answer["ns"]]
+
+    def samples(self, count: int, calls: int) -> list[Sample]:
+        """``count`` samples of ``calls`` calls each in the other process."""
+        answer = self._ask({"do": "samples", "count": count, "calls": calls}, self._timeout_s)
+        return [Sample(ns, waited) for ns, waited in answer["samples"]]
 
     def pace(self) -> int:
         """Nanoseconds of the fixed piece of work on the core of the other process."""
@@ -132,25 +139,29 @@ def _serve_peer(peer: Connection, runner: Runner) -> bool:
         try:
             request = json.loads(peer.recv_bytes(LONGEST_REQUEST))
             verb = request["do"]
-            calls = int(request.get("calls", 1))
+            calls, count = int(request.get("calls", 1)), int(request.get("count", 1))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return False
         if verb == "stop":
             peer.send_bytes(b"{}")
             return True
-        peer.send_bytes(json.dumps(_answer(runner, verb, calls)).encode())
+        peer.send_bytes(json.dumps(_answer(runner, verb, calls, count)).encode())
 
 
-def _answer(runner: Runner, verb: str, calls: int) -> dict[str, Any]:
+def _answer(runner: Runner, verb: str, calls: int, count: int) -> dict[str, Any]:
     if verb == "hello":
-        return {"pid": runner.pid}
+        return {"pid": runner.pid, "threads": runner.threads if isinstance(runner, SampledRunner) else None}
     if verb == "pace":
         return {"ns": runner.pace()}
-    if verb != "block" or not 1 <= calls <= MAX_CALLS:
+    known = verb == "block" or (verb == "samples" and isinstance(runner, SampledRunner))
+    if not known or not 1 <= calls <= MAX_CALLS or not 1 <= count <= MAX_CALLS:
         return {
-            "error": f"There is no request {verb!r} for {calls} calls; ask for hello, pace, stop, a block of 1 to {MAX_CALLS}."
+            "error": f"There is no request {verb!r} for {count} x {calls} calls; ask for hello, pace, stop, or a block or "
+            f"samples of 1 to {MAX_CALLS}."
         }
     try:
+        if isinstance(runner, SampledRunner) and verb == "samples":
+            return {"samples": [(each.ns, each.waited) for each in runner.samples(count, calls)]}
         return {"ns": runner.block(calls)}
     except (TrimtabError, *_FAILURES) as error:
         return {"error": _describe(error)}

@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from trimtab.measure.host import waited_ns, waits
+
 BLOCK_S = 0.075
 """Duration of a block of calls in seconds: long against a scheduler's time slice, short against the drift of a machine."""
 MAX_CALLS = 5_000
@@ -37,8 +39,29 @@ class Runner(Protocol):
         """:func:`pace` in the process that makes the calls."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A few consecutive calls."""
+
+    ns: float
+    """Nanoseconds per call."""
+    waited: float
+    """Share of that time in which threads of the process waited for a core, summed over the threads; 0 if unknown."""
+
+
+@runtime_checkable
+class SampledRunner(Runner, Protocol):
+    """A runner that can tell how long its threads waited for a core."""
+
+    threads: int | None
+    """Threads that compute a call; ``None`` if unknown."""
+
+    def samples(self, count: int, calls: int) -> list[Sample]:
+        """``count`` samples of ``calls`` calls each."""
+
+
 class LocalRunner:
-    """Times ``call`` in this process, by the wall clock.
+    """Times ``call`` in this process, by the wall clock. ``threads`` is the number of threads that compute a call, if known.
 
     ``synchronize`` runs after every call and before the clock is read, because a device may work in the background. The
     garbage collector is off within a block. A few calls before the recorded ones (an eighth of them, at least one from four on)
@@ -51,8 +74,11 @@ class LocalRunner:
         call: Callable[[], object],
         synchronize: Callable[[], None] | None = None,
         before: Callable[[], object] | None = None,
+        *,
+        threads: int | None = None,
     ) -> None:
         self.pid = os.getpid()
+        self.threads = threads
         self._call = call
         self._synchronize = synchronize
         self._before = before
@@ -62,6 +88,17 @@ class LocalRunner:
         with uncollected():
             self._run(unrecorded(calls))
             return self._run(calls)
+
+    def samples(self, count: int, calls: int) -> list[Sample]:
+        """``count`` samples of ``calls`` calls each."""
+        found = []
+        with uncollected():
+            for _ in range(count):
+                before = waits(self.pid)
+                times = self._run(calls)
+                ns = max(1, sum(times))
+                found.append(Sample(ns / calls, min(1.0, waited_ns(before, waits(self.pid)) / ns)))
+        return found
 
     def pace(self) -> int:
         """Nanoseconds of the fixed piece of work on this core."""

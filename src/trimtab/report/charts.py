@@ -87,7 +87,7 @@ def ladder(record: Record) -> Chart | None:
         "orientation": "h",
         "y": names,
         "x": [found.value if sure else None for found, sure in zip(intervals, clear, strict=True)],
-        "text": [f" {words.speed(found)}" for found in intervals],
+        "text": [f" {words.rung_speed(rung)}" for rung, _ in rungs],
         "textposition": "none",
         "width": 0.42,
         "marker": {"color": ["@accent" if name == "best" else "@quiet" for name in names]},
@@ -97,8 +97,8 @@ def ladder(record: Record) -> Chart | None:
         "hovertext": [f"<b>{safe(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
         "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
     }
-    labels = [_label(name, _figure(found)) for name, found in zip(names, intervals, strict=True)]
-    said = "; ".join(f"{name} {words.speed(found)}" for name, found in zip(names, intervals, strict=True))
+    labels = [_label(name, words.rung_speed(rung)) for name, (rung, _) in zip(names, rungs, strict=True)]
+    said = "; ".join(f"{name} {words.rung_speed(rung)}" for name, (rung, _) in zip(names, rungs, strict=True))
     layout = {
         "xaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.06 * reach], "ticksuffix": "x"},
         "yaxis": {"autorange": "reversed", "showgrid": False},
@@ -107,11 +107,6 @@ def ladder(record: Record) -> Chart | None:
         "showlegend": False,
     }
     return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 90 + 62 * len(rungs))
-
-
-def _figure(found: Interval) -> str:
-    """A speed-up with its bounds."""
-    return f"{words.quoted(found)} ({words.span(found)})"
 
 
 def _usable(found: Interval | None) -> bool:

@@ -107,7 +107,7 @@ def _rung(name: str, record: Record) -> Iterator[tuple[str, str]]:
         yield title, "none"
         return
     latency = words.milliseconds(found["latency_ms"]["median"]) + headline.of_examples(record, found)
-    yield title, f"{words.speed(words.rung_interval(found))}, {latency}, {words.megabytes(found['size_mb'])}"
+    yield title, f"{words.rung_speed(found)}, {latency}, {words.megabytes(found['size_mb'])}"
 
 
 def _lines(left: Record, right: Record) -> Iterator[Line]:

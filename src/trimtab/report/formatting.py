@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trimtab._internal.text import counted, plain
@@ -12,7 +12,7 @@ from trimtab.core.measurement import MANY, Drop, Interval, Parity
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import Mode
 from trimtab.core.trial import Trial
-from trimtab.study.record import Record
+from trimtab.study.record import KEPT, Record, own
 
 UNKNOWN = "not measured"
 RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
@@ -209,14 +209,21 @@ def bounds(interval: Interval) -> str:
 
 def milliseconds(value: float | None) -> str:
     """A latency in a suitable unit."""
-    value = known(value)
-    if value is None:
-        return UNKNOWN
-    if value >= 1000:
-        return f"{digits(value / 1e3)} s"
-    if value >= 0.1 or value <= 0:
-        return f"{digits(value)} ms"
-    return f"{digits(value * 1e3)} µs" if value >= 1e-3 else f"{digits(value * 1e6)} ns"
+    return all_milliseconds([value])[0]
+
+
+def all_milliseconds(values: Sequence[float | None]) -> list[str]:
+    """Latencies in one unit, which suits their geometric mean, so that they can be compared at a glance."""
+    return _in_unit(values, ((1e3, "s"), (0.1, "ms"), (1e-3, "µs"), (0.0, "ns")), {"s": 1e-3, "ms": 1.0, "µs": 1e3, "ns": 1e6})
+
+
+def _in_unit(values: Sequence[float | None], units: Sequence[tuple[float, str]], scales: Mapping[str, float]) -> list[str]:
+    """``values`` in the first of ``units`` whose least value is not above their geometric mean."""
+    found = [abs(number) for value in values if (number := known(value)) is not None and number != 0]
+    mean = math.exp(sum(map(math.log, found)) / len(found)) if found else 0.1
+    unit = next(name for least, name in units if mean >= least)
+    shown = [None if (number := known(value)) is None else number * scales[unit] for value in values]
+    return [UNKNOWN if number is None else f"{digits(number)} {unit}" for number in shown]
 
 
 def alone(record: Record) -> bool:
@@ -233,12 +240,17 @@ def examples(trial: Trial | None, record: Record) -> int | None:
 
 def megabytes(value: float | None) -> str:
     """A size in MB (10**6 bytes)."""
-    value = known(value)
-    if value is None:
-        return UNKNOWN
-    if abs(value) >= 1000:
-        return f"{digits(value / 1e3)} GB"
-    return f"{digits(value)} MB" if abs(value) >= 0.1 or value == 0 else f"{digits(value * 1e3)} kB"
+    return all_megabytes([value])[0]
+
+
+def all_megabytes(values: Sequence[float | None]) -> list[str]:
+    """Sizes in one unit of kB, MB and GB, as in :func:`all_milliseconds`."""
+    return _in_unit(values, ((1e3, "GB"), (0.1, "MB"), (0.0, "kB")), {"GB": 1e-3, "MB": 1.0, "kB": 1e3})
+
+
+def all_joules(values: Sequence[float | None]) -> list[str]:
+    """Energies in one unit of J, mJ and µJ, as in :func:`all_milliseconds`."""
+    return _in_unit(values, ((0.1, "J"), (1e-4, "mJ"), (0.0, "µJ")), {"J": 1.0, "mJ": 1e3, "µJ": 1e6})
 
 
 def duration(seconds: float | None) -> str:
@@ -364,6 +376,11 @@ def limits(record: Record) -> list[tuple[str, str]]:
         if wished.max_drop is not None:
             found.insert(0, (terms(record).lost, f"{wished.max_drop}, which nothing shows without labels"))
     return [(name, value) for name, value in found if value is not None]
+
+
+def rung_speed(rung: Mapping[str, Any]) -> str:
+    """The speed-up of a ladder rung with its interval; of an original that ships, that it is one."""
+    return KEPT if own(rung) else speed(rung_interval(rung))
 
 
 def rung_interval(rung: Mapping[str, Any]) -> Interval | None:

@@ -14,7 +14,7 @@ from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import formatting as words
 from trimtab.report.trial_table import has_files, labelled
 from trimtab.study import ranking
-from trimtab.study.record import Record
+from trimtab.study.record import Record, own
 
 RUNNING = "This study has no verdict: it is still running, or it was cut off. The same command goes on with it."
 
@@ -47,7 +47,8 @@ def headline(record: Record) -> str:
         before, after = first.get(key), (rung(record, "best") or {}).get(key)
         if record.objective == "memory" and found is not None and found.original_mb is not None:
             before = found.original_mb  # measured in the same confirmation
-        return f"{words.megabytes(after)} of {what} instead of {words.megabytes(before)}"
+        now, then = words.all_megabytes([after, before])
+        return f"{now} of {what} instead of {then}"
     if found is None or found.speedup is None:
         return words.status(record)
     if found.speedup.unclear:
@@ -103,7 +104,7 @@ def conditions(record: Record) -> str:
     found = record.confirmation.comparison if record.confirmation is not None else None
     pairs = "" if found is None else f", {words.count(found.pairs, 'pair')} of timings taken in turns"
     if found is not None and found.rival_ms is not None:
-        low, high = map(words.milliseconds, found.rival_ms)
+        low, high = words.all_milliseconds(found.rival_ms)
         pairs += f" over {words.count(found.starts, 'start')}; from start to start the original took {low} to {high}"
     threads = words.count(record.prepared.threads, "thread")
     inputs = words.clipped(record.prepared.inputs, 200)
@@ -128,26 +129,32 @@ def _speed(record: Record) -> Iterator[Tile]:
             below = f"{words.span(trial.speedup)} in the search, not confirmed".lstrip()
             yield Tile("best so far" if record.status is None else "speed-up", words.quoted(trial.speedup), below)
         return
-    if found.speedup is not None and found.again:  # the ratio of settings to themselves was not measured
+    if best is not None and own(best):
+        yield Tile("speed-up over as written", "1.00x", "the original itself")
+    elif found.speedup is not None and found.again:  # the ratio of settings to themselves was not measured
         yield Tile("speed-up over as written", words.quoted(found.speedup), words.bounds(found.speedup))
     if found.against_tuned is not None:
         yield Tile("speed-up over tuned", words.quoted(found.against_tuned), words.bounds(found.against_tuned))
     if best is not None:
-        value = words.milliseconds(best["latency_ms"]["median"])
-        yield Tile(f"median {words.terms(record).measure}", value, _written(record, found, first, best))
+        value, below = _latency(record, found, first, best)
+        yield Tile(f"median {words.terms(record).measure}", value, below)
     if found.throughput is not None:
         yield _throughput(found, found.throughput)
 
 
-def _written(record: Record, found: Confirmation, first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> str:
-    """The latency as written, timed in turns with what ships: a latency from another minute is not comparable."""
+def _latency(record: Record, found: Confirmation, first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> tuple[str, str]:
+    """The latency of what ships, and that as written in the same unit, timed in turns: one of another minute is not
+    comparable."""
+    now, before = best["latency_ms"]["median"], None if first is None else first["latency_ms"]["median"]
+    in_turns = found.comparison is not None and not words.alone(record)
+    if in_turns and found.comparison is not None and not own(best):
+        before = found.comparison.rival.median
+    value, written = words.all_milliseconds([now, before])
+    below = "" if written == words.UNKNOWN else f"{written} as written"
     if words.alone(record):  # timed one after the other, each with as many examples as its recipe takes
-        before = _from(first, "latency_ms")
-        parts = (of_examples(record, best).strip(), f"{before}{of_examples(record, first)}" if before else "")
-        return "; ".join(part for part in parts if part)
-    if found.comparison is None:
-        return _from(first, "latency_ms")
-    return f"{words.milliseconds(found.comparison.rival.median)} as written, in turns with it"
+        examples = f"{below}{of_examples(record, first)}" if below else ""
+        return value, "; ".join(part for part in (of_examples(record, best).strip(), examples) if part)
+    return value, f"{below}, in turns with it" if below and in_turns and not own(best) else below
 
 
 def _throughput(found: Confirmation, measured: Measurement) -> Tile:
@@ -180,20 +187,19 @@ def _cost(record: Record) -> Iterator[Tile]:
     elif found is not None and found.parity is not None and not labelled(record):
         yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), f"of {found.parity.of}")
     if best is not None:
-        yield Tile("size on disk", words.megabytes(best["size_mb"]), _from(first, "size_mb"))
-        yield Tile("peak memory", words.megabytes(best["peak_mb"]), _from(first, "peak_mb"))
-        yield Tile("cold start", words.duration(best["cold_s"]), _from(first, "cold_s"))
+        yield _beside("size on disk", best, first, "size_mb")
+        yield _beside("peak memory", best, first, "peak_mb")
+        yield _beside("cold start", best, first, "cold_s")
+    if record.energy is not None and record.energy.subject_j is not None:
+        now, before = words.all_joules([record.energy.subject_j, record.energy.rival_j])
+        yield Tile("energy of a call", now, "" if before == words.UNKNOWN else f"{before} as written")
 
 
-def _from(first: Mapping[str, Any] | None, key: str) -> str:
-    """The figure as written, to follow that of what ships."""
-    if first is None or first[key] is None:
-        return ""
-    if key == "latency_ms":
-        before = words.milliseconds(first[key]["median"])
-    else:
-        before = words.duration(first[key]) if key == "cold_s" else words.megabytes(first[key])
-    return "" if before == words.UNKNOWN else f"{before} as written"
+def _beside(name: str, best: Mapping[str, Any], first: Mapping[str, Any] | None, key: str) -> Tile:
+    """A figure of what ships, and that as written below it, in the same unit."""
+    values = [best[key], None if first is None else first[key]]
+    now, before = map(words.duration, values) if key == "cold_s" else words.all_megabytes(values)
+    return Tile(name, now, "" if before == words.UNKNOWN else f"{before} as written")
 
 
 def doubt(record: Record) -> str:
@@ -217,23 +223,26 @@ def doubt(record: Record) -> str:
 
 
 def rungs(record: Record) -> list[dict[str, str]]:
-    """The ladder as a table."""
-    terms, several = words.terms(record), words.alone(record)
+    """The ladder as a table; each column has one unit."""
+    terms, several, found = words.terms(record), words.alone(record), record.ladder
+    times = words.all_milliseconds([each["latency_ms"]["median"] for each in found])
+    sizes = words.all_megabytes([each["size_mb"] for each in found])
+    peaks = words.all_megabytes([each["peak_mb"] for each in found])
     return [
         {
             "rung": words.RUNG_WORDS.get(each["rung"], str(each["rung"])),
             "recipe": plain(str(each["recipe"])),
-            "speed-up": words.speed(words.rung_interval(each)),
-            terms.measure: words.milliseconds(each["latency_ms"]["median"]),
+            "speed-up": words.rung_speed(each),
+            terms.measure: times[n],
             **({"examples a call": words.digits(examples(record, each), 1)} if several else {}),
             terms.score: words.score(each["score"]["value"], record),
             terms.drop: words.lost(each["drop"]["value"], record),
             "at most": words.lost(each["drop"]["upper"], record),
-            **({"size": words.megabytes(each["size_mb"])} if has_files(record) else {}),
-            "peak memory": words.megabytes(each["peak_mb"]),
+            **({"size": sizes[n]} if has_files(record) else {}),
+            "peak memory": peaks[n],
             "cold start": words.duration(each["cold_s"]),
         }
-        for each in record.ladder
+        for n, each in enumerate(found)
     ]
 
 

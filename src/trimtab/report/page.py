@@ -16,7 +16,7 @@ from trimtab._internal.text import plain
 from trimtab.errors import MissingPackageError
 from trimtab.report import charts as _charts
 from trimtab.report import formatting as words
-from trimtab.report import headline, operator_breakdown, reliability, trial_table
+from trimtab.report import headline, leaders, operator_breakdown, reliability, request, trial_table
 from trimtab.report.logs import embedded
 from trimtab.report.roofline_chart import roofline
 from trimtab.study.record import Record
@@ -47,6 +47,10 @@ def html(record: Record, folder: pathlib.Path) -> str:
         words=words,
         terms=words.terms(record),
         verdict=headline,
+        asked=request.asked(record),
+        use=request.use(record, folder.name),
+        beside=leaders.beside(record),
+        waterfall=leaders.waterfall(record),
         why=operator_breakdown,
         trust=reliability,
         rows=rows,

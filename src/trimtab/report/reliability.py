@@ -11,7 +11,8 @@ from trimtab.core.technique import Mode
 from trimtab.core.trial import State
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import formatting as words
-from trimtab.study.record import Record
+from trimtab.report.request import option
+from trimtab.study.record import Record, own, said_once
 
 Fact = tuple[str, str]
 
@@ -35,7 +36,10 @@ def _confirmation(record: Record) -> Iterator[Fact]:
     yield "confirmed", "yes" if found.ok else f"no: {plain(found.reason or 'the log of the confirmation says why')}"
     yield "measured from", _source(record.mode, found)
     before = f"; {words.speed(searched.speedup)} in the search" if searched is not None and searched.speedup else ""
-    yield f"speed-up over {terms.subject}", words.speed(found.speedup) + before
+    if any(own(rung) for rung in record.ladder):
+        yield f"the form that stands alone, against {terms.subject}", words.speed(found.speedup)
+    else:
+        yield f"speed-up over {terms.subject}", words.speed(found.speedup) + before
     if found.against_tuned is not None:
         yield "speed-up over the tuned original", words.speed(found.against_tuned)
     if found.drop is not None:
@@ -53,8 +57,10 @@ def _refused(record: Record) -> Iterator[Fact]:
     for found in {each.recipe.hash: each for each in record.refused}.values():
         if found != record.confirmation:
             log = f" ({words.clipped(found.log, 120)})" if found.log else ""
-            why = words.clipped(found.reason or "the log says why", 400)
-            yield "refused when measured again", f"{words.clipped(str(found.recipe), 200)}: {why}{log}"
+            reason = found.reason or "the log says why"
+            told = any(reason.rstrip(".") in text for text in (record.sentence, *record.notes))
+            why = "" if told else f": {words.clipped(reason, 400)}"  # the verdict or a note says it
+            yield "refused when measured again", f"{words.clipped(str(found.recipe), 200)}{why}{log}"
 
 
 def _source(mode: Mode, found: Confirmation) -> str:
@@ -88,7 +94,7 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "spread of the original against itself (A/A)", words.share(found.noise)
     yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _spread_source(found.starts)
     if found.rival_ms is not None:
-        low, high = map(words.milliseconds, found.rival_ms)
+        low, high = words.all_milliseconds(found.rival_ms)
         yield "time of the original from start to start, and over the trials", f"{low} to {high}"
     yield "CPU time that other processes took", words.share(found.foreign)
     yield "CPU time that the hypervisor took (stolen)", words.share(found.stolen)
@@ -157,9 +163,9 @@ def excused(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """All other notes, once each."""
+    """All other notes, once each, without those that the verdict says."""
     peaks = () if record.peaks is None else record.peaks.notes
-    return words.some((*record.prepared.notes, *record.notes, *peaks))
+    return words.some(said_once(record.sentence, (*record.prepared.notes, *record.notes, *peaks)))
 
 
 def machine(record: Record) -> list[Fact]:
@@ -178,7 +184,13 @@ def machine(record: Record) -> list[Fact]:
         ("C++ compiler", found.compiler or "none"),
         ("fingerprint of the machine", found.fingerprint),
     ]
-    return [*facts, *_peaks(record)]
+    return [*facts, *_peaks(record), *_energy(record)]
+
+
+def _energy(record: Record) -> Iterator[Fact]:
+    """What counted the energy of a call, or why nothing did."""
+    if record.energy is not None:
+        yield "energy of a call", plain(record.energy.reason or f"counted for the {record.energy.scope}")
 
 
 def _peaks(record: Record) -> Iterator[Fact]:
@@ -211,18 +223,9 @@ def commands(record: Record) -> list[str]:
     made = [line for line in (plain(record.command).strip(),) if line]
     if record.artifact is None or not made:
         return made
-    folder, ships = _folder(record.command), record.winner
+    folder, ships = option(record.command, "--out"), record.winner
     if folder is None:
         return made
     # machine code is loaded only with the user's consent
     trust = ["--trust"] if ships is not None and ships.recipe.backend.native_code else []
     return [*made, shlex.join(["trimtab", "verify", f"{folder.rstrip('/')}/{record.artifact}", *trust])]
-
-
-def _folder(command: str) -> str | None:
-    """The run folder in a command line."""
-    try:
-        parts = shlex.split(command)
-    except ValueError:  # a line of Python code
-        return None
-    return parts[parts.index("--out") + 1] if "--out" in parts[:-1] else None

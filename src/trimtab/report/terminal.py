@@ -14,7 +14,7 @@ from itertools import islice
 from trimtab._internal.text import plain
 from trimtab.core.trial import State
 from trimtab.report import formatting as words
-from trimtab.report import headline, operator_breakdown, reliability
+from trimtab.report import headline, operator_breakdown, reliability, request
 from trimtab.report.roofline_chart import SIDES, placed
 from trimtab.report.trial_table import Row, has_files, labelled, rows
 from trimtab.study.record import Record
@@ -78,6 +78,7 @@ def _answer(record: Record, screen: Screen) -> Iterator[str]:
     if recipe := headline.recipe(record):
         what = words.terms(record).answer if record.status else "Best so far"
         yield from screen.wrapped(f"{what}: {recipe}.", 2, hang=4)
+    yield from screen.wrapped("; ".join(f"{name}: {value}" for name, value in request.asked(record)), 1, hang=4)
     yield from screen.wrapped(headline.conditions(record), 1, hang=4)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab._internal.text import plain
 from trimtab.core.measurement import Comparison, Drop
+from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import formatting as words
@@ -110,15 +111,58 @@ def rows(record: Record) -> list[Row]:
     return [_row(trial, record, trial.recipe.hash in place) for trial in sorted(record.trials, key=order)[:MAXIMUM]]
 
 
+def why_not(trial: Trial, record: Record) -> str:
+    """Why ``trial`` does not ship: the reason of its state, the limit that it misses, its refusal, or how it compares with what
+    ships; empty for what ships, and if nothing does."""
+    if trial.state is not State.COMPLETE:
+        return plain(trial.reason or "")
+    if reason := trial.reason or " ".join(miss.words for miss in ranking.misses(trial, record.limits)):
+        return plain(reason)
+    winner = record.winner
+    if winner is None or trial.recipe == winner.recipe:
+        return ""
+    if any(each.recipe == trial.recipe for each in record.refused):
+        return "Refused when it was measured again; Trust says why."
+    if trial.recipe == _original(record):
+        return "The original." if record.status == "improved" else ""
+    return _behind(trial, winner, record)
+
+
+def _original(record: Record) -> Recipe | None:
+    """The recipe of the workload as written, which every study tries first."""
+    return record.trials[0].recipe if record.trials else None
+
+
+def _behind(trial: Trial, winner: Trial, record: Record) -> str:
+    """How a complete trial compares with what ships, in the objective and in the search."""
+    who = "the original" if record.status == "kept_original" else "the winner"
+    if record.objective in ("memory", "size"):
+        now, least = (each.peak_mb if record.objective == "memory" else each.size_mb for each in (trial, winner))
+        return "" if not now or not least else f"{words.times(now / least)} the {record.objective} of {who}."
+    one, other = trial.speedup, winner.speedup
+    if one is None or other is None or not other.value > 0:
+        return ""
+    if one.vague or other.vague:
+        if one.high < other.low:
+            return f"At most {words.times(one.high / other.low)} of {who}."
+        return f"Not told apart from {who} in the search, which has {words.speed(other)}."
+    ratio = one.value / other.value
+    told = "half as fast as" if 0.475 <= ratio < 0.525 else f"{words.times(ratio)} of"
+    meets = one.low <= other.high and other.low <= one.high
+    if ratio < 1:
+        return f"{told[0].upper()}{told[1:]} {who}{', within the noise of the search' if meets else ''}."
+    gain = "not surely faster" if meets else "but behind it when timed again"
+    return f"{words.times(ratio)} of {who} in the search, {gain}."
+
+
 def _row(trial: Trial, record: Record, keeps: bool) -> Row:
-    missed = " ".join(miss.words for miss in ranking.misses(trial, record.limits)) if trial.state is State.COMPLETE else ""
     return Row(
         trial=trial,
         recipe=plain(str(trial.recipe)),
         words=plain(words.recipe(trial.recipe, record)),
         keeps=keeps,
         ships=record.winner is not None and trial.recipe.hash == record.best,
-        reason=plain(trial.reason or missed),
+        reason=why_not(trial, record),
         cells=tuple(_cells(trial, record)),
     )
 

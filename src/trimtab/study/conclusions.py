@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from trimtab.core.measurement import Interval
 from trimtab.core.trial import State, Trial
+from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
 from trimtab.study import ranking
 from trimtab.study.result import Best
@@ -24,13 +25,37 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     words = (
         f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
     )
-    words = f"{words or found.trial.recipe} is {speed(ratio)}"
+    words = f"{words or found.trial.recipe} is {_measured(study, confirmation)}"
     if confirmation.against_tuned is not None:
         tuned = confirmation.against_tuned
         words += f" and {tuned.single()} the tuned original"
         words += "" if tuned.unclear else f" ({tuned.bounds()})"
     words += _cost(study, found)
-    return words + "." + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+    return words + "." + apart(found) + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+
+
+def apart(found: Best) -> str:
+    """A sentence, with a space before it, if the intervals of the search and of the confirmation do not meet; else empty."""
+    searched, again = found.trial.speedup, found.confirmation.speedup
+    if searched is None or again is None or (searched.low <= again.high and again.low <= searched.high):
+        return ""
+    return (
+        f" The search had measured {searched.times()}, an interval that does not meet the confirmed {again.times()}: quote the "
+        "confirmed one, which rests on more starts."
+    )
+
+
+def _measured(study: Study, found: Confirmation) -> str:
+    """The speed-up, and what it holds for on a busy machine."""
+    assert found.speedup is not None
+    if study.thread_limit is not None:
+        return f"{speed(found.speedup)}, with one thread each"
+    if found.comparison is not None and found.comparison.sampling is not None and found.speedup.vague:
+        return (
+            f"faster than as written as things are; by how much could not be measured, because others used "
+            f"{found.comparison.foreign + found.comparison.stolen:.0%} of the CPUs (95% interval {found.speedup.bounds()})"
+        )
+    return speed(found.speedup)
 
 
 def _cost(study: Study, found: Best) -> str:

@@ -64,16 +64,14 @@ def confirm(
         "earlier": to_json(earlier.comparisons),
         "seen": [to_json(each.comparison) for each in study.trials if each.comparison is not None],
         "judged": to_json(earlier.judged),
-        "threads": study.prepared.threads,
+        "threads": study.thread_limit or study.prepared.threads,
         "must_win": must_win,
         "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None),
         "artifact": str(study.folder.absolute() / ARTIFACT),
         "trial": to_json(trial),
         "environment": to_json(study.environment),
     }
-    outcome = confirmation_starts.beside(
-        study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash, anew=True
-    )
+    outcome = confirmation_starts.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
     log = f"{CONFIRM_FOLDER}/{trial.recipe.hash}/{LOG}"
     if outcome.result is None:
         return Best(trial=trial, confirmation=_failed(trial, outcome, log, original=trial is eager), artifact=None)

@@ -24,9 +24,9 @@ from trimtab.measure.pooled import MOST_STARTS, START_S, STARTS, narrow, number_
 from trimtab.study.study import Study
 
 FOLDER = "starts"
-FINAL = 2.5
-"""Duration of a confirmation without its timing, in dry runs of the workload (2.2 were measured). It starts new
-interpreters and writes the artifact."""
+FINAL = 1.0
+"""Duration of a confirmation without its timing, in dry runs of the workload. It starts processes, judges outputs on the test
+data and writes the artifact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ def earlier(
     """Time ``trial`` against the recipes ``wanted`` in ``count`` starts, and in more while the interval is wide.
 
     No start begins that is expected to last beyond ``end`` (``time.monotonic``), or after an interrupt. Processes are forked
-    with shifted memory (:mod:`trimtab.execution.forkserver`); only the confirmation uses new interpreters, whose imports take
-    longer than the timing. A failure ends the starts; the confirmation then reports the reason.
+    with shifted memory (:mod:`trimtab.execution.forkserver`). A failure ends the starts; the confirmation then reports the
+    reason.
     """
     found = Earlier({name: [] for name in wanted})
     longest, timed = study.runner.load_s + START_S, found.comparisons["as_written"]
@@ -81,7 +81,7 @@ def earlier(
             break
         asked = {**job, "kind": "start", "judges": found.judged is None}
         with study.runner.servers(FOLDER) as rivals:
-            told = beside(study, rivals, wanted, asked, study.folder / FOLDER / trial.recipe.hash, anew=False).result
+            told = beside(study, rivals, wanted, asked, study.folder / FOLDER / trial.recipe.hash).result
         if told is None:
             break
         if told["judged"] is not None:
@@ -100,19 +100,16 @@ def beside(
     wanted: Mapping[str, Recipe],
     job: Mapping[str, Any],
     folder: pathlib.Path,
-    *,
-    anew: bool,
 ) -> Outcome:
     """Run ``job``, which times a recipe against the recipes ``wanted``, and start the rivals that are not running.
 
-    Job and rivals start in parallel. With ``anew`` the job has an interpreter of its own. If the job or a rival fails, the
-    outcome has the reason.
+    Job and rivals start in parallel. If the job or a rival fails, the outcome has the reason.
     """
     begun = time.monotonic()
     absent = [name for name in wanted if not rivals.alive(name)]
     for name in absent:
         rivals.start(name, wanted[name], fresh=True)
-    with study.runner.worker({**job, "rivals": rivals.addresses}, folder, anew=anew, warm=not anew) as worker:
+    with study.runner.worker({**job, "rivals": rivals.addresses}, folder) as worker:
         try:
             for name in absent:
                 rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)

@@ -67,7 +67,7 @@ def finish(study: Study, *, until: float | None = None, end: float | None = None
         raise UsageError("No trial was finished, not even of the model as written. Run it again with a longer --budget.")
     if eager is None:
         raise WorkloadError(no_baseline(study))
-    with study.runner.servers(RIVALS, forked=False) as rivals:
+    with study.runner.servers(RIVALS) as rivals:
         return _Ending(study, eager, rivals, end).answer(until)
 
 

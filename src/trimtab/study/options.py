@@ -40,6 +40,11 @@ class Options:
             raise UsageError(f"objective is {self.objective!r}; it can be {known}.")
         if not isinstance(self.limits, Limits):
             raise UsageError(f"limits is {self.limits!r}; give trimtab.Limits, such as Limits(max_drop=0.01).")
+        if self.limits.throughput is not None and self.objective != "throughput":
+            raise UsageError(
+                "Limits throughput is a limit on what only the objective throughput measures: give objective='throughput' "
+                "(--objective throughput), or limit the latency of one call with latency_ms (--latency)."
+            )
         for name, value in (("trial_seconds", self.trial_s), ("timing_seconds", self.timing_s)):
             if not math.isfinite(value):
                 raise UsageError(f"{name} is {value}; it must have an end. Give a large number, such as 86400 for a day.")

@@ -24,6 +24,9 @@ class Progress:
     The thread of the study calls them; a signal handler calls :meth:`interrupted`.
     """
 
+    began_at: float | None = None
+    """When the budget begins (``time.monotonic``); ``None`` if that is when :func:`trimtab.optimize` is called."""
+
     def stage(self, words: str) -> None:
         """Another stage of the study begins, described by ``words``."""
 

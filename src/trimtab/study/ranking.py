@@ -39,8 +39,9 @@ HOPELESS = 0.5
 """A recipe surely below this share of the best speed ends after its first timing; later stages do not gain a factor of 2."""
 OPEN = 2
 """Largest number of recipes in a runoff against the first."""
-LEAST_TIMING_S, TIMED = 1.0, 0.2
-"""Least seconds of a timing that must be made, and its share of the remaining budget."""
+LEAST_TIMING_S, TIMED, EARLY = 1.0, 0.1, 0.04
+"""Least seconds of a timing, and its maximum share of the remaining budget: of any trial, and of those that the search begins
+with."""
 RUNGS: tuple[Rung, ...] = ("as_written", "tuned", "lossless", "best")
 
 
@@ -147,6 +148,13 @@ def misses(trial: Trial, limits: Limits) -> list[Miss]:
             )
         elif value > limit:
             found.append(Miss(name, value / limit, f"Its {name} of {value:.4g} {unit} is above the limit of {limit:g} {unit}."))
+    least, rate = limits.throughput, None if trial.throughput is None else trial.throughput.median
+    if least is not None and rate is None:
+        words = f"Its throughput was not measured, so it cannot be said to keep {least:g} examples/s."
+        found.append(Miss("throughput", math.inf, words))
+    elif least is not None and rate is not None and rate < least:
+        words = f"Its throughput of {rate:.4g} examples/s is below the limit of {least:g} examples/s."
+        found.append(Miss("throughput", least / rate, words))
     return found
 
 
@@ -296,6 +304,7 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
             ("latency", limits.latency_ms, "ms"),
             ("memory", limits.memory_mb, "MB"),
             ("size", limits.size_mb, "MB"),
+            ("throughput", limits.throughput, "examples/s"),
         )
         if limit is not None
     )
@@ -379,10 +388,10 @@ def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startu
     return max(same, default=usual)
 
 
-def in_time(seconds: float, end: float | None) -> float:
-    """``seconds`` of timing, shortened to a share of the time until ``end`` (``time.monotonic``), but at least
+def in_time(seconds: float, end: float | None, share: float = TIMED) -> float:
+    """``seconds`` of timing, shortened to a ``share`` of the time until ``end`` (``time.monotonic``), but at least
     :data:`LEAST_TIMING_S`."""
-    return seconds if end is None else min(seconds, max(LEAST_TIMING_S, TIMED * (end - time.monotonic())))
+    return seconds if end is None else min(seconds, max(LEAST_TIMING_S, share * (end - time.monotonic())))
 
 
 def too_short(left_out: Sequence[Trial]) -> str:

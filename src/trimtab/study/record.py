@@ -23,7 +23,9 @@ from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
 from trimtab.evaluation.explain import Explanation
 from trimtab.hardware.environment import Environment, Peaks
+from trimtab.measure.energy import Energy
 from trimtab.study.ranking import Status
+from trimtab.study.waterfall import Step
 
 RECORD, OWNER = "record.json", "workload.json"
 SEED_IT = " If you changed nothing, something in it is random: seed torch, numpy and random before the model and data are made."
@@ -112,6 +114,17 @@ class Rung(TypedDict):
     cold_s: float | None
 
 
+SHORT = 40
+"""A note shorter than this is dropped only if the verdict says all of it."""
+KEPT = "the original, 1.00x"
+"""The speed-up of the rung ``best`` if the original ships."""
+
+
+def own(rung: Mapping[str, Any]) -> bool:
+    """Whether ``rung`` is the original that ships for want of anything faster. Its speed-up is exactly 1."""
+    return bool(rung["rung"] == "best" and rung["speedup"] == {"value": 1.0, "low": 1.0, "high": 1.0})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """The state of a study; unknown fields are ``None`` or empty. It round-trips through JSON."""
@@ -155,6 +168,12 @@ class Record:
     """Recipes that were confirmed, and so have seen the test data, in order."""
     refused: tuple[Confirmation, ...] = ()
     """Confirmations that failed, in order."""
+    steps: tuple[Step, ...] = ()
+    """What each step of the recipe that ships brought, from the trials of the search."""
+    note: str | None = None
+    """The user's own note on the study."""
+    energy: Energy | None = None
+    """Energy of a call of what ships and of the original, or the reason why it is unknown."""
 
     @property
     def winner(self) -> Trial | None:
@@ -195,6 +214,14 @@ class Record:
                 ) from error
             told = with_fix(shortened(str(error), 400), "The same optimize command writes it anew.")
             raise StorageError(f"{path} cannot be read: {told}") from error
+
+
+def said_once(sentence: str, notes: Sequence[str]) -> list[str]:
+    """``notes`` without repetitions, and without those that the verdict's ``sentence`` says, after a lead-in or not."""
+    bare = {note: note.partition(": ")[2] or note for note in notes}
+    return [
+        note for note, said in bare.items() if note not in sentence and (len(said) < SHORT or said.rstrip(".") not in sentence)
+    ]
 
 
 def claim(folder: pathlib.Path, prepared: Prepared, environment: Environment, identity: Mapping[str, Any]) -> None:

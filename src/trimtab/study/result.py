@@ -15,14 +15,18 @@ from trimtab.core.trial import State, Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.explain import Explanation
 from trimtab.hardware.environment import Peaks
-from trimtab.study import ranking
-from trimtab.study.record import Record, Rung
+from trimtab.measure.energy import Energy
+from trimtab.study import ranking, waterfall
+from trimtab.study.energy import energy
+from trimtab.study.record import KEPT, Record, Rung, own, said_once
 from trimtab.study.study import Study
 
 ARTIFACT = "artifact"
 """Folder of the artifact in the run folder."""
 TRIED = "tried"
 """Key in the storage: recipes that any run of the study has confirmed, and which so have seen the test data."""
+NOTE = "note of the user"
+"""Key in the storage: the user's own note on the study."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,13 +113,13 @@ class Result:
             "lossless": exact[0] if exact else None,
         }
         rungs = [
-            ranking.entry(trial, limits, rung=rung, confirmed=self._again(trial))
+            self._in_turns(ranking.entry(trial, limits, rung=rung, confirmed=self._again(trial)), trial)
             for rung, trial in found.items()
             if trial is not None
         ]
         shown = [trial for trial in found.values() if trial is not None]
         if self.best is not None and self.best.confirmation.ok:
-            rungs.append(ranking.entry(self.best.trial, limits, rung="best", confirmed=self.best.confirmation))
+            rungs.append(self._best(rung="best"))
             shown.append(self.best.trial)
         given = [trial.latency_ms.conditions.get("examples") for trial in shown if trial.latency_ms is not None]
         examples = tuple(number for number in given if isinstance(number, int))
@@ -127,6 +131,33 @@ class Result:
             before=self._before(),
         )
 
+    @property
+    def kept(self) -> bool:
+        """Whether the original itself ships, whose speed-up over the model as written is 1 by definition."""
+        if self.best is None or self.status != "kept_original" or not self.best.confirmation.ok:
+            return False
+        recipe, ratio = self.best.trial.recipe, self.best.confirmation.speedup
+        same = recipe.backend.name == "eager" and not recipe.passes and (ratio is None or ratio.low <= 1 <= ratio.high)
+        return recipe == self.study.baseline or same
+
+    def _best(self, rung: ranking.Rung | None = None) -> dict[str, Any]:
+        """What ships, with the figures of its confirmation; the original that is kept is at 1.00x and at its own latency."""
+        assert self.best is not None
+        found = ranking.entry(self.best.trial, self.study.options.limits, rung=rung, confirmed=self.best.confirmation)
+        return self._in_turns(found, self.best.trial)
+
+    def _in_turns(self, entry: dict[str, Any], trial: Trial) -> dict[str, Any]:
+        """``entry`` of ``trial``. The model as written, and an original that is kept, get the latency that the confirmation
+        measured in turns with what ships: a latency of another minute does not fit the confirmed speed-up."""
+        if self.best is None or not self.best.confirmation.ok:
+            return entry
+        kept, found = self.kept and trial.recipe == self.best.trial.recipe, self.best.confirmation.comparison
+        if kept:
+            entry["speedup"] = {"value": 1.0, "low": 1.0, "high": 1.0}
+        if found is not None and self.study.options.objective != "throughput" and (kept or trial.recipe == self.study.baseline):
+            entry["latency_ms"] = {"median": found.rival.median, "p90": found.rival.p90}
+        return entry
+
     def _before(self) -> float | None:
         """Score of the original on the data of the confirmation, if these are not the data of the search."""
         if self.best is None or not self.best.confirmation.ok or self.best.confirmation.before == self.study.prepared.score:
@@ -136,13 +167,26 @@ class Result:
     def _again(self, trial: Trial) -> Confirmation | None:
         """The confirmation of ``trial`` if it ships and is not the model as written, which figures are relative to; else
         ``None``."""
-        if self.best is None or trial.recipe != self.best.trial.recipe or trial.recipe == self.study.baseline:
+        if self.best is None or self.kept or trial.recipe != self.best.trial.recipe or trial.recipe == self.study.baseline:
             return None
         return self.best.confirmation if self.best.confirmation.speedup is not None else None
 
     def all_notes(self) -> list[str]:
         """Notes on assumptions, events of the study and load on the machine, in sentences."""
-        return [*self.study.prepared.notes, *self.study.notes, *busy(self.study.record())]
+        return said_once(self.sentence, [*self.study.prepared.notes, *self.study.notes, *busy(self.study.record())])
+
+    def steps(self) -> tuple[waterfall.Step, ...]:
+        """What each step of the recipe that ships brought, from the trials of the search; empty if the original ships."""
+        if self.best is None or not self.best.confirmation.ok or self.kept:
+            return ()
+        training, to_beat = self.study.task.mode == "train", self.study.to_beat
+        return waterfall.steps(
+            self.study.trials,
+            self.best.trial.recipe,
+            baseline=self.study.baseline,
+            tuned=None if training or to_beat is None else to_beat.recipe,
+            objective=self.study.options.objective,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The result as ``trimtab optimize --json`` prints it."""
@@ -156,7 +200,9 @@ class Result:
             "conditions": self._conditions(),
             "ladder": list(self.ladder().rungs),
             "trials": [ranking.entry(trial, limits) for trial in study.trials],
-            "best": None if best is None else ranking.entry(best.trial, limits, confirmed=best.confirmation),
+            "best": None if best is None else self._best(),
+            "steps": to_json(self.steps()),
+            "note": self.study.storage.noted(NOTE),
             "artifact": None if best is None or best.artifact is None else str(best.artifact.path),
             "report": None if self.report is None else str(self.report),
             "seconds": self.seconds,
@@ -174,7 +220,10 @@ class Result:
             peaks=self.peaks,
             explanations=self.explanations,
             tried=tuple(self.study.storage.noted(TRIED) or ()),
-            notes=(*known.notes, *busy(known)),
+            notes=tuple(said_once(self.sentence, [*known.notes, *busy(known)])),
+            steps=self.steps(),
+            note=self.study.storage.noted(NOTE),
+            energy=self._energy(),
         )
         if best is None:
             return found
@@ -186,6 +235,13 @@ class Result:
             artifact=None if best.artifact is None else ARTIFACT,
             files=files,
         )
+
+    def _energy(self) -> Energy | None:
+        """Energy of a call of what ships, or why it is unknown; ``None`` if nothing ships or it was not timed."""
+        found = None if self.best is None or self.best.artifact is None else self.best.confirmation.comparison
+        if found is None or self.best is None or self.best.artifact is None:
+            return None
+        return energy(self.study, str(self.best.artifact.path), (found.candidate.median / 1e3, found.rival.median / 1e3))
 
     def _conditions(self) -> dict[str, Any]:
         study = self.study
@@ -226,10 +282,16 @@ def busy(record: Record) -> list[str]:
 
 def speed_ups(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table column of speed-ups with its head, padded to one width."""
-    found = [rung["speedup"] for rung in rungs]
-    told = ["speed-up", *("-" if each["value"] is None else Interval(**each).times() for each in found)]
+    told = ["speed-up", *map(_times, rungs)]
     wide = max(22, *map(len, told))
     return [f"{each:<{wide}}" for each in told]
+
+
+def _times(rung: Mapping[str, Any]) -> str:
+    found = rung["speedup"]
+    if found["value"] is None:
+        return "-"
+    return KEPT if own(rung) else Interval(**found).times()
 
 
 def _line(rung: Mapping[str, Any], times: str, share: bool) -> str:

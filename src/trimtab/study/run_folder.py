@@ -14,7 +14,7 @@ from trimtab._internal.files import UNLOCKED, path_of, put_back, refused, remove
 from trimtab._internal.locks import locked
 from trimtab.core.workload import Workload
 from trimtab.errors import StorageError, UsageError
-from trimtab.execution.trial_runner import PREPARE, REFERENCE, RIVALS, SCRATCH, TRIALS
+from trimtab.execution.trial_runner import PREPARE, PREPARED, REFERENCE, RIVALS, SCRATCH, TRIALS
 from trimtab.study import confirmation_starts
 from trimtab.study.confirmation import CONFIRM_FOLDER
 from trimtab.study.final_selection import EXPLAIN
@@ -41,6 +41,7 @@ ENTRIES = {
         REFERENCE,
         SCRATCH,
         PREPARE,
+        PREPARED,
     ),
     *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
 }
@@ -114,7 +115,10 @@ def exclusive(folder: pathlib.Path) -> Iterator[None]:
                 "Python, out=...)."
             )
         _tidy(folder)
-        yield
+        try:
+            yield
+        finally:
+            shutil.rmtree(folder / PREPARED, ignore_errors=True)  # a later run prepares the workload again
 
 
 def _tidy(folder: pathlib.Path) -> None:

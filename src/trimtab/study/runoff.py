@@ -104,7 +104,7 @@ def _measured(study: Study, other: Trial, first: Trial, rivals: BaselineServers,
         "seconds": seconds,
     }
     try:
-        with study.runner.worker(job, study.folder / RUNOFF / other.recipe.hash, anew=False, warm=True) as worker:
+        with study.runner.worker(job, study.folder / RUNOFF / other.recipe.hash) as worker:
             left = seconds if until is None else min(seconds, until - time.monotonic())
             rivals.ready(name, seconds=left, interrupted=study.interrupted)
             outcome = study.runner.wait_for(worker, deadline=until)

@@ -24,6 +24,7 @@ from trimtab.execution.trial_runner import RIVALS, TrialRunner
 from trimtab.execution.workload_transfer import handed
 from trimtab.hardware.environment import Environment
 from trimtab.hardware.system import free_mb
+from trimtab.measure.host import others
 from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
@@ -33,6 +34,8 @@ from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file
 from trimtab.study.task import InferenceTask, Task
 
+THREAD_LIMIT = "thread limit"
+"""Key in the storage: the number of threads of the study, and what other processes used as it began."""
 KEEP = 3
 """Number of best trials whose files stay on disk, so that the next one can ship if a confirmation fails."""
 
@@ -88,6 +91,15 @@ class Study:
         )
         """Runs the processes of the study."""
         self.environment = Environment.capture()
+        self.others = others()
+        """What other processes used of the CPUs as the study began; ``None`` if it is not known."""
+        busy = self.others is not None and self.others.busy
+        self.thread_limit = 1 if busy and self.task.limits_threads else None
+        """Number of threads with which everything is computed and timed, because other processes use the machine."""
+        self.runner.limit_threads(self.thread_limit)
+        if busy:
+            how = "figures will be wide" if self.thread_limit is None else "everything is timed with one thread"
+            self.progress.remark(f"Busy machine: {self.others}, so {how}.")
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
         known = self.prepared
@@ -102,6 +114,7 @@ class Study:
             identity=self._identity(),
             fresh=options.fresh,
         )
+        self._keep_thread_limit()
         self._trials = [trial for trial in self.storage.trials() if not self._deserves_another(trial)]
         self.notes += self.storage.notes
         self._end: float | None = None
@@ -185,6 +198,12 @@ class Study:
                 new += trial.state is not State.SKIPPED
         if self._left_out:
             self.notes.append(ranking.too_short(self._left_out))
+        if (note := self.runner.reads_again()) is not None:
+            self.notes.append(note)
+
+    def besides_baseline(self, trials: int | None) -> int | None:
+        """The number of new trials that tries ``trials`` recipes besides the baseline, which a first run has to time too."""
+        return None if trials is None else trials + all(trial.recipe != self.baseline for trial in self._trials)
 
     def record(self) -> Record:
         """The record of the study so far."""
@@ -206,11 +225,17 @@ class Study:
 
     def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None) -> Trial | None:
         """The trial of what the sampler asked for; ``None`` if the study was ended meanwhile."""
-        if reason := self.prepared.why_not(ask.recipe):
+        if reason := self._why_not(ask.recipe):
             return Trial(recipe=ask.recipe, state=State.SKIPPED, reason=reason, stage=ask.stage)
         self.progress.began(ask, len(self._trials))
         trial = self.runner.trial(ask.recipe, self.plan(**self._to_reach(ask)), rivals, deadline)
         return None if trial is None else dataclasses.replace(trial, stage=ask.stage)
+
+    def _why_not(self, recipe: Recipe) -> str | None:
+        """Why ``recipe`` is not tried; ``None`` if it can be."""
+        if self.thread_limit is not None and any("threads" in step.sets for step in recipe.passes):
+            return "Other processes use this machine, where several threads cannot be timed."
+        return self.prepared.why_not(recipe)
 
     def plan(self, *, seconds: float | None = None, width: float = 0.03, **reach: float) -> Plan:
         """How trials are checked and timed; ``reach`` has the thresholds for the first timing."""
@@ -218,18 +243,35 @@ class Study:
         times = {"quick_s": timing / 4, "seconds": timing, "width": width}
         return Plan(objective=options.objective, limits=options.limits, **times, **reach)
 
+    def _keep_thread_limit(self) -> None:
+        """Time with as many threads as the run that began this study: ratios of other numbers of threads cannot be compared."""
+        known = self.storage.noted(THREAD_LIMIT)
+        if known is None:
+            known = {"threads": self.thread_limit, "others": None if self.others is None else str(self.others)}
+            self.storage.note(THREAD_LIMIT, known)
+        self.thread_limit = known["threads"]
+        self.runner.limit_threads(self.thread_limit)
+        if self.thread_limit is not None:
+            self.notes.append(
+                f"As this study began, {known['others']}: all of it is timed with one thread, and only while that thread did "
+                "not wait for a CPU. When the machine is quiet, --fresh (in Python, fresh=True) tries several threads."
+            )
+
     def _deserves_another(self, trial: Trial) -> bool:
         """Whether to repeat a finished trial, because the package, time or memory that it lacked is available now."""
         if trial.state is State.SKIPPED:
-            return not self.prepared.why_not(trial.recipe)
+            return not self._why_not(trial.recipe)
         return ranking.has_more(trial, seconds=self.options.trial_s, memory_mb=self.runner.memory_mb)
 
     def _to_reach(self, ask: Ask) -> dict[str, float]:
-        """Thresholds for the first timing. The stages as_written and tuned have none, except that the budget limits the
-        baseline's timing."""
-        if ask.stage in ("as_written", "tuned"):
-            return {"seconds": ranking.in_time(self.options.timing_s, self._end)} if ask.recipe == self.baseline else {}
-        return ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
+        """The duration of the timing, and thresholds for its first part, which the stages as_written and tuned do not have.
+
+        Within a budget the form of every runtime without loss is timed briefly, before others are timed at length.
+        """
+        early = ask.stage in ("as_written", "tuned", "lossless")
+        seconds = ranking.in_time(self.options.timing_s, self._end, ranking.EARLY if early else ranking.TIMED)
+        reach = ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
+        return {"seconds": seconds} | ({} if ask.stage in ("as_written", "tuned") else reach)
 
     def _facts(self) -> SearchState:
         return SearchState(
@@ -241,7 +283,7 @@ class Study:
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
         """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""
-        if deadline is None or not self._found_something() or self.prepared.why_not(ask.recipe):
+        if deadline is None or not self._found_something() or self._why_not(ask.recipe):
             return True
         likely = ranking.likely_s(ask.recipe.backend, self._trials, self.baseline, self.runner.startup_s)
         return time.monotonic() + likely <= deadline

@@ -35,6 +35,8 @@ class Task(abc.ABC):
     """Suffix of the study's name in its storage, because one workload may have a study of each task."""
     server_tells_costs: ClassVar[bool] = False
     """Whether the server of the baseline measures its cold start and peak memory, instead of a job of its own."""
+    limits_threads: ClassVar[bool] = False
+    """Whether the study can compute everything with one thread, as it does on a busy machine."""
     prepare_by: float | None = None
     """Latest end of the dry run, of ``time.monotonic``."""
     overdue: str | None = None
@@ -69,7 +71,7 @@ class Task(abc.ABC):
 class InferenceTask(Task):
     """Find the fastest form of a model; the winner ships as an artifact."""
 
-    mode, ships, jobs = "infer", True, inference.__name__
+    mode, ships, jobs, limits_threads = "infer", True, inference.__name__, True
 
     @property
     def baseline(self) -> Recipe:

@@ -50,7 +50,7 @@ def finish(study: Study) -> tuple[ranking.Status, str, Best | None]:
     if ahead:
         study.progress.stage("confirming the winner in fresh processes, from other parameters")
     lost: list[str] = []
-    with study.runner.servers(RIVALS, forked=False) as rivals:
+    with study.runner.servers(RIVALS) as rivals:
         for trial in [*ahead[:KEEP], *[t for t in ahead[KEEP:] if t.recipe.exact][:1]]:
             found = confirm(study, trial, original, rivals, must_win=ranking.feasible(original, limits))
             if found.confirmation.ok:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trimtab._internal.validation import checked_call
 from trimtab.core.settings import Settings
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.autotune import auto_settings, online_tuning
@@ -95,6 +96,7 @@ class Trainer:
         UsageError: the model has nothing to train, the optimizer has other parameters, or an argument is out of its range.
     """
 
+    @checked_call("Trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -224,6 +226,7 @@ class Trainer:
         """Record a sentence for the summary, and emit it to callbacks."""
         self.context.note(text)
 
+    @checked_call("Trainer.fit")
     def fit(
         self,
         train: Iterable[Batch],
@@ -269,6 +272,7 @@ class Trainer:
                 summary: Summary = ended.value
                 return summary
 
+    @checked_call("Trainer.updates")
     def updates(
         self,
         train: Iterable[Batch],
@@ -306,6 +310,7 @@ class Trainer:
                 with running(self.context.settings), run.memory_plan:
                     return (yield from self._run(train, validate, epochs, steps))
 
+    @checked_call("Trainer.resume")
     def resume(self, *, missing_ok: bool = False, override: Mapping[str, Any] | None = None) -> Self:
         """Load the newest intact checkpoint; the next :meth:`fit` continues there.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -137,7 +137,10 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
 def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, calibration: Calibration) -> None:
     """Quantize weights and activations to int8, with ranges from calibration data and one scale per weight channel.
 
-    Weights of :func:`per_tensor_weights` have one scale.
+    Weights of :func:`per_tensor_weights` have one scale. Without VNNI, weights have 7 bits and activations are unsigned. Other
+    forms did not pay there (digits CNN, AMD Zen 3): QOperator is as fast, as the runtime converts QDQ to it; 8-bit weights are
+    as fast and have 7 times the error, because sums saturate; int8 activations ran at 0.3 to 0.5 times the speed of float32;
+    ranges by entropy equalled the extremes, and those by percentile had the same score.
 
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
     """
@@ -159,6 +162,47 @@ def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Ope
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),
             extra_options={"TensorQuantOverrides": scales} if scales else {},
         )
+    keep_products_float(target)
+
+
+def keep_products_float(path: pathlib.Path) -> None:
+    """Remove the rounding of matrix products to int8 where only float operators, or the caller, read them.
+
+    The quantizer rounds each product, but the runtime's int8 kernels give float sums as well. On a transformer encoder int8
+    ran 1.10 times as fast without the rounding, and its error was 11% smaller.
+    """
+    onnx = require("onnx")
+    model = onnx.load(path, load_external_data=False)
+    graph = model.graph
+    users = collections.defaultdict(list)
+    for node in graph.node:
+        for name in node.input:
+            users[name].append(node)
+    outputs = {output.name for output in graph.output}
+    for product in [node for node in graph.node if node.op_type in LINEAR and node.output[0] not in outputs]:
+        rounding = users[product.output[0]]
+        restoring = users[rounding[0].output[0]] if len(rounding) == 1 and rounding[0].op_type == "QuantizeLinear" else []
+        if len(restoring) != 1 or restoring[0].op_type != "DequantizeLinear":
+            continue
+        restored = restoring[0].output[0]
+        if not all(_reads_float(node, users) for node in users[restored]):
+            continue
+        if restored in outputs:
+            product.output[0] = restored
+        for node in users[restored]:
+            node.input[:] = [product.output[0] if name == restored else name for name in node.input]
+        graph.node.remove(rounding[0])
+        graph.node.remove(restoring[0])
+    path.write_bytes(model.SerializeToString())
+
+
+def _reads_float(node: Any, users: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether the runtime computes ``node`` in float: it is no product or convolution, and no other operator with an int8 form
+    whose output is quantized."""
+    registry = require("onnxruntime.quantization.registry")
+    quantized = any(user.op_type == "QuantizeLinear" for name in node.output for user in users[name])
+    known = node.op_type in registry.QDQRegistry or node.op_type in registry.QLinearOpsRegistry
+    return node.op_type not in HEAVY and not (quantized and known)
 
 
 def per_tensor_weights(path: pathlib.Path) -> list[str]:

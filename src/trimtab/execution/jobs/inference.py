@@ -51,6 +51,7 @@ from trimtab.evaluation.evaluate import (
     whole,
 )
 from trimtab.evaluation.explain import explain
+from trimtab.evaluation.materialized import materialize, materialized
 from trimtab.evaluation.prepared_workload import Subject, fresh, prepare, refuse_nan
 from trimtab.evaluation.reference import Reference, least_drop, refer
 from trimtab.execution.preloaded_imports import imports_noted, threads_unseen
@@ -73,11 +74,17 @@ EXPORT = ("torch.export._trace", "torch._export.serde.serialize", "trimtab.backe
 Job = Mapping[str, Any]
 
 
+_preloaded: dict[str, Workload] = {}
+"""Workloads that the server has read from which this process was forked, by their source."""
+
+
 def read_workload(source: Mapping[str, Any]) -> Workload:
     """The workload that ``source`` names: a reference to a file or module, or a pickle that trimtab wrote.
 
     From now on ``sys.argv`` is that of a script without arguments, because the user's code may read it at any time.
     """
+    if (known := _preloaded.get(dumps(source))) is not None:
+        return known
     sys.argv[:] = [source.get("reference", "workload")]
     if "pickle" in source:
         # modules beside the user's script come before installed ones of the same name, as in the script itself
@@ -88,12 +95,59 @@ def read_workload(source: Mapping[str, Any]) -> Workload:
     return load_workload(source["reference"])
 
 
+def preload(source: Mapping[str, Any], weights_known: Mapping[str, str]) -> None:
+    """Read the workload in a server, so that processes forked from it need not.
+
+    Raises:
+        WorkloadError: the file failed, or the model that it holds has other weights than in the dry run, as if a computation
+            depends on the number of threads.
+    """
+    workload = read_workload(source)
+    if isinstance(workload.model, nn.Module):
+        reproducibility.check_weights({"weights": weights_known}, workload.model, "parameters", "buffers")
+    _preloaded[dumps(source)] = workload
+
+
+def prepared(job: Job) -> Subject:
+    """The workload as the dry run prepared it. What the dry run could not write to disk is prepared again and compared. A job
+    without a dry run prepares the workload, and writes it for the next one.
+
+    Raises:
+        WorkloadError: inputs, data or weights differ from those of the dry run.
+    """
+    workload = read_workload(job["workload"])
+    limit_threads(job)
+    folder, scratch = pathlib.Path(job["prepared"]), pathlib.Path(job["scratch"]) if "scratch" in job else None
+    subject = materialized(workload, folder, scratch)
+    if subject is None:
+        subject = prepare(workload, scratch)
+        if "reference" in job:
+            reproducibility.check_data(job, subject)
+        else:
+            materialize(subject, folder)
+    if (limit := job.get("thread_limit")) is None:
+        return subject
+    return dataclasses.replace(subject, candidate=subject.candidate.with_settings({"threads": limit}))
+
+
+def limit_threads(job: Job) -> None:
+    """Keep torch to the number of threads that the study may use on a busy machine."""
+    if (limit := job.get("thread_limit")) is not None:
+        torch.set_num_threads(min(limit, torch.get_num_threads()))
+
+
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Check the workload with a dry run, compute its reference, and find which recipes cannot be tried."""
     with imports_noted(folder, also=EXPORT) as files:
-        subject = prepare(read_workload(job["workload"]))
+        begun = time.monotonic()
+        workload = read_workload(job["workload"])
+        threads = torch.get_num_threads()
+        limit_threads(job)
+        subject = prepare(workload)
+        reading_s = time.monotonic() - begun
         weights_found = reproducibility.weights_of(subject.model)
         reproducibility.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
+        again = materialize(subject, pathlib.Path(job["prepared"]))
         call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
         evaluation = subject.workload.evaluation
         doublets = leakage.check(subject.splits, evaluation)
@@ -107,6 +161,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         refuse_nan(subject.candidate)
         found = {} if evaluation is None else {name: least_drop(evaluation, *half) for name, half in halves.items()}
     reference.save(pathlib.Path(job["reference"]))
+    torch.set_num_threads(threads)
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
     findings, failures = _findings(subject)
@@ -122,10 +177,18 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "score": None if reference.scores is None else reference.scores.value,
         "n": None if reference.scores is None else reference.scores.n,
         "blocked": blocked,
-        "notes": [*subject.notes, *doublets, *_few_threads(), *(finding.message for finding in findings), *failures],
+        "notes": [
+            *subject.notes,
+            *again,
+            *doublets,
+            *_few_threads(threads),
+            *(finding.message for finding in findings),
+            *failures,
+        ],
         "findings": to_json(findings),
         "inputs": subject.candidate.describe(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
+        "reading_s": reading_s,
         "splits": subject.splits.examples(),
         "share": _is_share(subject, reference),
         "least": to_json({name: lost for name, lost in found.items() if lost is not None}),
@@ -138,7 +201,7 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     if "artifact" in job:
         return serve_artifact(job, folder)
     begun = time.monotonic()
-    subject = prepare(read_workload(job["workload"]))
+    subject = prepared(job)
     candidate = fresh(subject) if job["fresh"] else subject.candidate
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job.get("files", folder)), candidate)
     runner = runner_for(executable, candidate, subject, job["objective"])
@@ -151,6 +214,7 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
 def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Let other processes time an artifact on its first test vector, until killed."""
     artifact = open_artifact(job["artifact"])
+    limit_threads(artifact.manifest.evidence)  # as in the record that this timing is held against
     original = artifact.load_baseline() if job["baseline"] else None
     executable = artifact.load(trust=job["trust"]) if original is None else original
     runner: Runner
@@ -181,8 +245,7 @@ def trial_job(job: Job, folder: pathlib.Path) -> Any:
         WorkloadError: inputs or data differ from those of the dry run.
     """
     with stage("the workload"):
-        subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
-        reproducibility.check_data(job, subject)
+        subject = prepared(job)
     reference = Reference.load(pathlib.Path(job["reference"]))
     baseline = RemoteRunner(job["address"], authkey())
     plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
@@ -205,6 +268,7 @@ def baseline_job(job: Job, folder: pathlib.Path) -> dict[str, float | None]:
     args, kwargs = as_call(workload.inputs)
     leaves = flatten(cloned((args, kwargs)), "the example inputs")[0]  # copies, because the model may write to them
     at_hand = isinstance(workload.model, nn.Module)
+    limit_threads(job)
     begun = time.perf_counter()
     with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
         model = workload.build_model()
@@ -238,7 +302,7 @@ def probe_job(job: Job, folder: pathlib.Path) -> dict[str, float]:
 
 def against_job(job: Job, folder: pathlib.Path) -> Any:
     """Time the saved files of a recipe against another recipe's server."""
-    subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
+    subject, plan = prepared(job), from_json(Plan, job["plan"])
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject.candidate)
     runner = runner_for(executable, candidate, subject, plan.objective)
     rival = RemoteRunner(job["address"], authkey(), connect_s=job["seconds"])
@@ -247,7 +311,7 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
 
 def start_job(job: Job, folder: pathlib.Path) -> Any:
     """Time the saved files of a recipe against each rival, all freshly started; the first start also judges its outputs."""
-    subject, plan = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"])), from_json(Plan, job["plan"])
+    subject, plan = prepared(job), from_json(Plan, job["plan"])
     recipe, source, rivals = _to_confirm(job, subject)
     executable, candidate = load(recipe, source, fresh(subject))
     begun = time.perf_counter()
@@ -261,7 +325,7 @@ def start_job(job: Job, folder: pathlib.Path) -> Any:
 
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     """Measure the winner again in fresh processes, score it on the test data, and write the artifact if it is confirmed."""
-    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    subject = prepared(job)
     recipe, source, rivals = _to_confirm(job, subject)
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
     asked["judged"] = job["judged"] and from_json(Confirmation, job["judged"])
@@ -276,7 +340,6 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
 def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[str, RemoteRunner]]:
     """The recipe, its files and its rivals. Raises :class:`WorkloadError` if the workload is not that of the search."""
     reproducibility.check_weights(job, subject.model, "parameters", "buffers")
-    reproducibility.check_data(job, subject)
     recipe, source = Recipe.from_json(job["recipe"]), pathlib.Path(job["files"])
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
     if job["ships"] and not whole(source):  # deleted, damaged, or the study's storage is elsewhere
@@ -287,7 +350,7 @@ def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[
 def explain_job(job: Job, folder: pathlib.Path) -> Any:
     """Profile recipes one after the other, and compare them with this machine's roofline."""
     peaks = measured_peaks(Environment.capture())  # before the user's file may change how torch computes
-    subject = prepare(read_workload(job["workload"]), pathlib.Path(job["scratch"]))
+    subject = prepared(job)
     threads = torch.get_num_threads()
     found = {}
     for name, asked in job["recipes"].items():
@@ -326,6 +389,8 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
     figures["inputs"] = subject.candidate.describe()
+    if job.get("thread_limit") is not None:
+        figures["thread_limit"] = job["thread_limit"]
     if not executable.settings.memory.keep_freed:  # this process cannot undo it; the original lacks it
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
@@ -366,9 +431,8 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
     return findings, failures
 
 
-def _few_threads() -> list[str]:
-    """A note if the workload's file gives torch fewer threads than its default, or tries to."""
-    threads = torch.get_num_threads()
+def _few_threads(threads: int) -> list[str]:
+    """A note if the workload's file gives torch fewer ``threads`` than its default, or tries to."""
     if threads >= TORCH_THREADS:
         return threads_unseen(threads)
     return [

@@ -36,7 +36,8 @@ NUMBERS_FOR = {"Pad", "Resize", "Upsample"}
 
 
 def import_graph(model: Any) -> fx.GraphModule:
-    """The module of an ``onnx.ModelProto``, with its weights. Its parameters are the graph's inputs, in order.
+    """The module of an ``onnx.ModelProto``, with its weights. Its parameters are the graph's inputs, in order. It returns a
+    tensor or, if the graph has several outputs, a dict of them by name.
 
     Raises:
         UsageError: the graph contains unknown operators (all are listed), attributes or types.
@@ -98,9 +99,8 @@ class _Importer:
         for node in graph.node:
             if id(node) not in self._skipped:
                 self._translate(node)
-        found = [self._argument(item.name) for item in graph.output]
-        as_tensors = [self._graph.call_function(tensor, (value,)) for value in found]
-        self._graph.output(as_tensors[0] if len(as_tensors) == 1 else tuple(as_tensors))
+        outputs = {item.name: self._graph.call_function(tensor, (self._argument(item.name),)) for item in graph.output}
+        self._graph.output(outputs if len(outputs) > 1 else next(iter(outputs.values())))
         module = fx.GraphModule(self._root, self._graph, "OnnxGraph").eval()
         module.delete_all_unused_submodules()
         return module
