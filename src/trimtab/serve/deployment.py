@@ -58,7 +58,7 @@ class Deployment:
         self.stopping = False
         self._log, self._pause_s = log, 0.0
         self._tasks = set[asyncio.Task[Any]]()
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._work = asyncio.get_running_loop(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -112,6 +112,7 @@ class Deployment:
         now = self._loop.time()
         item = Item(call, now, now + timeout_s, self._loop.create_future())
         self.batcher.put(item)
+        self._work.set()
         self._pump()
         return await item.future
 
@@ -206,6 +207,9 @@ class Deployment:
     async def _sweep(self) -> None:
         """Answer requests whose deadline passes in the queue, and kill instances that hang."""
         while True:
+            if not self.busy:  # an idle server takes no CPU time
+                self._work.clear()
+                await self._work.wait()
             await asyncio.sleep(SWEEP_S)
             now = self._loop.time()
             if self.batcher.size:
