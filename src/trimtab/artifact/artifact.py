@@ -40,6 +40,7 @@ __all__ = [
     "Verification",
     "load",
     "open_artifact",
+    "replay",
     "verify",
     "write_artifact",
 ]
@@ -324,7 +325,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False) -> Verification
     if not wrong:
         golden = artifact.golden()
         executable = artifact.load(trust=trust)
-        parity = _replay(executable, golden, manifest)
+        parity = replay(executable, golden, manifest)
         reason = manifest.baseline_reason or "It was not asked for."
         if not parity.ok:
             reason = "The outputs are wrong, and the speed of a wrong answer says nothing."
@@ -400,7 +401,8 @@ def _check_case(case: Case, signature: Signature) -> None:
             raise IntegrityError(f"{GOLDEN} holds an output of shape {tuple(tensor.shape)}, but the signature says {spec}.")
 
 
-def _replay(executable: Executable, golden: Golden, manifest: Manifest) -> Parities:
+def replay(executable: Executable, golden: Golden, manifest: Manifest) -> Parities:
+    """Run the test vectors and compare the outputs with the tolerances of the manifest."""
     tolerance = manifest.golden.tolerance
     try:
         errors = golden.errors(executable.run)

@@ -22,6 +22,11 @@ COMMANDS = {
     "optimize": ("trimtab.cli.optimize:optimize_command", "Search, prove, and write the artifact."),
     "measure": ("trimtab.cli.measure:measure_command", "Time one thing, or two in turns with a confidence interval."),
     "verify": ("trimtab.cli.measure:verify_command", "Check an artifact here and now: files, outputs, environment, speed."),
+    "serve": ("trimtab.cli.serve:serve_command", "Serve artifacts over HTTP with the Open Inference Protocol v2."),
+    "load-test": (
+        "trimtab.cli.load_test:load_test_command",
+        "Measure a server under load that does not wait for its answers.",
+    ),
     "report": ("trimtab.cli.report:report_command", "Render a study as one HTML file that needs no network, or as text."),
     "compare": ("trimtab.cli.report:compare_command", "Two studies side by side: two machines, two versions, two limits."),
     "env": ("trimtab.cli.environment:env_command", "What this machine can do, and what is installed."),

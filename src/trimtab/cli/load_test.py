@@ -1,0 +1,63 @@
+"""``trimtab load-test``."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from trimtab._internal.files import typed
+from trimtab._internal.serialization import dumps
+from trimtab._internal.units import positive
+from trimtab._internal.units import seconds as duration
+from trimtab.cli._lazy import late
+from trimtab.errors import UsageError
+
+EXIT_NOT_KEPT = 1
+File = typed("request.json")
+
+
+def load_test_command(
+    url: Annotated[str, typer.Argument(help="Address of a server, such as http://127.0.0.1:8000.")],
+    rate: Annotated[float | None, typer.Option(help="Arrivals per second.")] = None,
+    find: Annotated[bool, typer.Option("--find", help="Find the highest rate that keeps --p99.")] = False,
+    p99: Annotated[str | None, typer.Option(help="Limit of the 99th percentile of latency [20ms with --find].")] = None,
+    time: Annotated[str, typer.Option(help="How long each rate is offered.")] = "10s",
+    model: Annotated[str | None, typer.Option(help="Name of the model [the only one].")] = None,
+    rows: Annotated[int, typer.Option(help="Size of each dimension that varies, in random inputs.")] = 1,
+    request: Annotated[
+        pathlib.Path | None, typer.Option(parser=File, metavar="FILE", help="Body of an infer request in JSON, instead.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Measure a server under load that does not wait for its answers.
+
+    It runs against any server of the Open Inference Protocol v2.
+
+    \b
+    Examples:
+      trimtab load-test http://127.0.0.1:8000 --rate 200
+      trimtab load-test http://127.0.0.1:8000 --find --p99 20ms --time 5s
+    """
+    if (rate is None) != find:
+        raise UsageError("Give either --rate, such as --rate 200, or --find.")
+    limit = None if p99 is None else duration(p99, "--p99")
+    if request is not None and not request.is_file():
+        raise UsageError(f"--request: there is no file {str(request)!r}.")
+    found = late("serve.load_test").load_test(
+        url,
+        model=model,
+        rate=None if rate is None else positive(rate, "--rate", "200"),
+        p99_s=limit,
+        seconds=duration(time, "--time"),
+        rows=positive(rows, "--rows"),
+        body=None if request is None else request.read_bytes(),
+        told=lambda load: None if json else typer.echo(load),
+    )
+    if json:
+        typer.echo(dumps(found))
+    elif find:
+        typer.echo("No rate keeps the limit." if found is None else f"highest rate within the limit: {found.rate:,.4g}/s")
+    kept = found is not None and (limit is None or found.keeps(limit))
+    return 0 if kept else EXIT_NOT_KEPT

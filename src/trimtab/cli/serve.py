@@ -1,0 +1,71 @@
+"""``trimtab serve``."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from typing import Annotated, Any
+
+import typer
+
+from trimtab._internal.files import typed
+from trimtab.cli._lazy import late
+from trimtab.errors import MissingPackageError
+
+PACKAGES = ("uvicorn", "uvloop", "httptools", "orjson", "prometheus_client", "grpc", "google.protobuf")
+File = typed("serving.toml")
+
+
+def serve_command(
+    artifacts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=]ARTIFACT...", help="Folders of artifacts, such as runs/digits/artifact."),
+    ] = None,
+    instances: Annotated[int | None, typer.Option(help="Processes for each model [found by measurement].")] = None,
+    batch: Annotated[int | None, typer.Option(help="Most rows that are computed at once [found by measurement].")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each instance [found by measurement].")] = None,
+    max_wait: Annotated[str | None, typer.Option(help="How long a free instance waits for a fuller batch [0].")] = None,
+    queue: Annotated[int | None, typer.Option(help="Most requests that wait for one model; others get 503 [256].")] = None,
+    deadline: Annotated[str | None, typer.Option(help="Longest time in the queue; then 504 [30s].")] = None,
+    p99: Annotated[str | None, typer.Option(help="Limit that the measurement at the start keeps.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Most memory of the instances of one model.")] = None,
+    max_body: Annotated[str | None, typer.Option(help="Largest body of a request; larger ones get 413 [64MB].")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port for HTTP; 0 takes a free one [8000].")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port for gRPC; 0 takes a free one [8001].")] = None,
+    no_grpc: Annotated[bool, typer.Option("--no-grpc", help="Serve HTTP only.")] = False,
+    token_file: Annotated[str | None, typer.Option(metavar="FILE", help="File with a token that clients must send.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Certificate for TLS.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Key of the certificate.")] = None,
+    config: Annotated[
+        pathlib.Path | None, typer.Option(parser=File, metavar="FILE", help="The same options in a TOML file; flags win.")
+    ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Allow artifacts that carry native code.")] = False,
+) -> int:
+    """Serve artifacts over HTTP with the Open Inference Protocol v2.
+
+    \b
+    Examples:
+      trimtab serve runs/digits/artifact
+      trimtab serve a=runs/a/artifact b=runs/b/artifact --instances 2 --batch 16 --threads 1
+      trimtab serve --config serving.toml
+    """
+    flags: dict[str, Any] = {
+        **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue},
+        **{
+            "deadline": deadline,
+            "max_body": max_body,
+            "p99": p99,
+            "memory": memory,
+            "host": host,
+            "port": port,
+            "token_file": token_file,
+        },
+        **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "grpc_port": grpc_port, "no_grpc": no_grpc},
+    }
+    options = late("serve.options").read_options(artifacts or [], flags, config)
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackageError(f"trimtab serve needs the package {package}. pip install 'trimtab[serve]'")
+    late("serve.front").run(options)
+    return 0

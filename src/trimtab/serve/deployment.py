@@ -1,0 +1,274 @@
+"""One loaded version of a model: its queue, its instances, and what happens when one of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.serve.batcher import Answer, Batcher, Item
+from trimtab.serve.connection import Instance, StartError
+from trimtab.serve.frames import cut
+from trimtab.serve.metrics import ModelMetrics
+from trimtab.serve.protocol import Bytes, Call, Interface, Refusal
+
+SWEEP_S = 0.02
+"""Seconds between looks for requests whose deadline has passed."""
+STALLED_S = 60.0
+"""Seconds after which an instance that computes one batch counts as hanging and is killed."""
+STABLE_S, LONGEST_PAUSE_S = 10.0, 30.0
+"""An instance that ends within the first number of seconds after its start is restarted after a pause, which doubles up to the
+second number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a model is run: instances, threads of each (``None``: as the artifact says), and rows of the largest batch."""
+
+    instances: int = 1
+    threads: int | None = None
+    rows: int = 16
+    pinned: bool = False
+    """Whether each instance runs on cores of its own."""
+
+
+class Deployment:
+    """The instances of one version of a model, and the requests that wait for them."""
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        layout: Layout,
+        metrics: ModelMetrics,
+        log: Callable[..., None],
+        *,
+        trust: bool = False,
+        queue: int = 256,
+        max_wait_s: float = 0.0,
+    ) -> None:
+        self.path, self.layout, self.trust, self.metrics = path, layout, trust, metrics
+        self.batcher = Batcher(rows=layout.rows, limit=queue, max_wait_s=max_wait_s)
+        self.instances: list[Instance] = []
+        self.interface: Interface | None = None
+        self.description: dict[str, Any] = {}
+        self.stopping = False
+        self._log, self._pause_s = log, 0.0
+        self._tasks = set[asyncio.Task[Any]]()
+        self._loop, self._work = asyncio.get_running_loop(), asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether an instance can take requests now."""
+        return not self.stopping and any(instance.state == "ready" for instance in self.instances)
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests wait or are being computed."""
+        return bool(self.batcher.size) or any(instance.batch for instance in self.instances)
+
+    async def start(self) -> None:
+        """Start all instances and wait until each has replayed the test vectors.
+
+        Raises:
+            StartError: one of them did not become ready; all are stopped.
+        """
+        self.instances = [self._instance(number) for number in range(self.layout.instances)]
+        try:
+            found = await asyncio.gather(*[instance.start() for instance in self.instances], return_exceptions=True)
+            if failed := [error for error in found if error is not None]:
+                raise failed[0]
+        except BaseException:  # cancelled, too: no process is left
+            await self.stop()
+            raise
+        self.description = self.instances[0].description
+        self.interface = Interface.from_json(self.description)
+        self._spawn(self._sweep())
+
+    def _instance(self, number: int) -> Instance:
+        settings = instance_settings(self.path, self.layout, number, self.trust)
+        return Instance(settings, self._on_reply, self._on_close)
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def infer(self, call: Call, timeout_s: float) -> Answer:
+        """Queue a request and wait for its answer.
+
+        Raises:
+            Refusal: 503 if the queue is full or the version is being stopped, 504 after ``timeout_s`` in the queue, 500
+                or 400 if the model fails on these inputs alone.
+        """
+        if self.stopping:
+            raise Refusal(503, "The server is stopping and takes no further requests.", 1)
+        if self.batcher.full:
+            raise Refusal(503, f"The queue of {self.batcher.limit} requests is full. Try again later.", 1)
+        now = self._loop.time()
+        item = Item(call, now, now + timeout_s, self._loop.create_future())
+        self.batcher.put(item)
+        self._work.set()
+        self._pump()
+        return await item.future
+
+    def _pump(self) -> None:
+        """Give batches to free instances."""
+        for instance in self.instances:
+            if not self.batcher.size:
+                return
+            if not instance.free:
+                continue
+            now = self._loop.time()
+            batch, wait_s = self.batcher.take(now)
+            if not batch:
+                if wait_s and self._timer is None:
+                    self._timer = self._loop.call_later(wait_s, self._waited)
+                return
+            for item in batch:
+                item.taken = now
+            if any(item.expires <= now or item.future.done() for item in batch):
+                batch = self._without_expired(batch, now)
+            if batch:
+                instance.send(batch, now)
+
+    def _waited(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def _without_expired(self, batch: list[Item], now: float) -> list[Item]:
+        for item in batch:
+            if item.expires <= now:
+                _refuse(item, Refusal(504, "The deadline passed while the request was in the queue; it was not begun."))
+        return [item for item in batch if not item.future.done()]
+
+    def _on_reply(self, instance: Instance, head: dict[str, Any], body: memoryview) -> None:
+        batch, instance.batch = instance.batch, []
+        self._pump()  # first, so that the instance computes while the answers are written
+        if "error" in head:
+            self._failed(batch, Refusal(400 if head["input"] else 500, head["error"]))
+            return
+        assert self.interface is not None
+        compute_s, rows = head["compute"], sum([item.call.rows for item in batch])
+        self.metrics.batch(rows, compute_s)
+        for item, answer in zip(batch, _split(batch, self.interface, head["shapes"], body, rows), strict=True):
+            if not item.future.done():
+                answer.queue_s, answer.compute_s, answer.batch_rows = item.taken - item.arrived, compute_s, rows
+                item.future.set_result(answer)
+
+    def _failed(self, batch: list[Item], refusal: Refusal) -> None:
+        """Answer a request that failed alone; try those of a batch once more, each alone."""
+        for item in batch:
+            if len(batch) == 1:
+                _refuse(item, refusal)
+            else:
+                self.batcher.put_back(item)
+        self._pump()
+
+    def _on_close(self, instance: Instance) -> None:
+        """An instance died. The requests that it held are tried once more, alone, and another instance starts."""
+        if self.stopping or self.interface is None or instance not in self.instances:
+            return
+        for item in instance.batch:
+            item.tries += 1
+            if item.tries > 1:
+                _refuse(item, Refusal(500, "The request ended the process of the model twice, the second time alone."))
+            elif not item.future.done():
+                self.batcher.put_back(item)
+        instance.batch = []
+        place = self.instances.index(instance)
+        self.instances[place] = self._instance(place)
+        self.metrics.restarts += 1
+        self._log("instance ended", model=self.metrics.model, pid=instance.pid)
+        self._spawn(self._restart(self.instances[place]))
+        self._pump()
+
+    async def _restart(self, instance: Instance) -> None:
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(max(2 * self._pause_s, 0.5), LONGEST_PAUSE_S)
+        if self.stopping:
+            return
+        try:
+            await instance.start()
+        except StartError as error:
+            self._log("instance not restarted", model=self.metrics.model, reason=str(error))
+            self._on_close(instance)
+            return
+        self._log("instance restarted", model=self.metrics.model, pid=instance.pid)
+        self._pump()
+        await asyncio.sleep(STABLE_S)
+        if instance.state == "ready":
+            self._pause_s = 0.0
+
+    async def _sweep(self) -> None:
+        """Answer requests whose deadline passes in the queue, and kill instances that hang."""
+        while True:
+            if not self.busy:  # an idle server takes no CPU time
+                self._work.clear()
+                await self._work.wait()
+            await asyncio.sleep(SWEEP_S)
+            now = self._loop.time()
+            if self.batcher.size:
+                for item in self.batcher.remove(now):
+                    _refuse(item, Refusal(504, "The deadline passed while the request was in the queue; it was not begun."))
+            for instance in self.instances:
+                if instance.batch and now - instance.since > STALLED_S:
+                    self._log("instance hangs", model=self.metrics.model, pid=instance.pid)
+                    instance.kill()
+
+    async def drain(self) -> None:
+        """Wait until nothing waits and nothing is computed."""
+        while self.busy:
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Stop all instances. Requests that still wait are answered 503."""
+        self.stopping = True
+        for task in list(self._tasks):
+            task.cancel()
+        for item in [*self.batcher.remove(), *(item for instance in self.instances for item in instance.batch)]:
+            _refuse(item, Refusal(503, "The server stopped before the request was computed.", 1))
+        for instance in self.instances:
+            instance.batch = []
+        await asyncio.gather(*[instance.stop() for instance in self.instances])
+
+
+def instance_settings(path: pathlib.Path, layout: Layout, number: int, trust: bool) -> dict[str, Any]:
+    """The settings of instance ``number``."""
+    cores = _cores(number, layout)
+    return {"path": str(path), "trust": trust, "threads": layout.threads, "rows": layout.rows, "cores": cores}
+
+
+def _refuse(item: Item, refusal: Refusal) -> None:
+    if not item.future.done():
+        item.future.set_exception(refusal)
+
+
+def _split(batch: list[Item], interface: Interface, shapes: list[list[int]], body: memoryview, rows: int) -> list[Answer]:
+    """Cut the outputs of a batch into those of its requests."""
+    outputs = cut(body, [math.prod(shape) * form.itemsize for shape, form in zip(shapes, interface.outputs, strict=True)])
+    if len(batch) == 1:
+        return [Answer(list(outputs), shapes)]
+    answers, start = list[Answer](), 0
+    for item in batch:
+        end = start + item.call.rows
+        tensors = list[Bytes]()
+        for output in outputs:
+            each = len(output) // rows
+            tensors.append(output[start * each : end * each])
+        answers.append(Answer(tensors, [[item.call.rows, *shape[1:]] for shape in shapes]))
+        start = end
+    return answers
+
+
+def _cores(number: int, layout: Layout) -> list[int] | None:
+    """The cores of instance ``number``: equal shares of those that this process may use."""
+    if not layout.pinned or not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(len(cores) // layout.instances, 1)
+    return [cores[(number * share + i) % len(cores)] for i in range(share)]

@@ -1,0 +1,165 @@
+"""Figures of a server: counted in plain integers while it serves, and shown as Prometheus metrics and protocol statistics."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import psutil
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1.0, 2.5, 5.0))
+"""Upper bounds of the latency histograms: 0.1 ms to 50 s."""
+ROWS = tuple(2.0**power for power in range(11))
+OUTCOMES = {200: "ok", 400: "bad_request", 500: "failed", 503: "refused", 504: "deadline"}
+LABELS = ("model", "version")
+
+
+class Histogram:
+    """Counts of values by upper bound, and their sum."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """How many values were counted."""
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts, as Prometheus has them."""
+        total, found = 0, list[tuple[str, float]]()
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            found.append((bound, total))
+        return found
+
+
+class ModelMetrics:
+    """The figures of one version of a model."""
+
+    def __init__(self, model: str, version: str) -> None:
+        self.model, self.version = model, version
+        self.requests: collections.Counter[str] = collections.Counter()
+        self.total, self.queue, self.compute, self.rest = (Histogram(SECONDS) for _ in range(4))
+        self.rows, self.batch_compute = Histogram(ROWS), Histogram(SECONDS)
+        self.restarts = 0
+        self.last_ms = 0
+
+    def answered(self, total_s: float, queue_s: float, compute_s: float) -> None:
+        """Count a request that was answered."""
+        self.requests["ok"] += 1
+        self.total.add(total_s)
+        self.queue.add(queue_s)
+        self.compute.add(compute_s)
+        self.rest.add(max(total_s - queue_s - compute_s, 0.0))
+        self.last_ms = int(time.time() * 1000)
+
+    def refused(self, status: int) -> None:
+        """Count a request that was answered with an error."""
+        self.requests[OUTCOMES.get(status, "bad_request")] += 1
+
+    def batch(self, rows: int, compute_s: float) -> None:
+        """Count a batch that an instance has computed."""
+        self.rows.add(rows)
+        self.batch_compute.add(compute_s)
+
+    def statistics(self) -> dict[str, Any]:
+        """The figures as the protocol's statistics extension has them; times in nanoseconds."""
+
+        def of(histogram: Histogram, count: int | None = None) -> dict[str, int]:
+            return {"count": histogram.count if count is None else count, "ns": round(histogram.sum * 1e9)}
+
+        failed = sum(count for outcome, count in self.requests.items() if outcome != "ok")
+        nothing = {"count": 0, "ns": 0}
+        return {
+            "name": self.model,
+            "version": self.version,
+            "last_inference": self.last_ms,
+            "inference_count": round(self.rows.sum),
+            "execution_count": self.rows.count,
+            "inference_stats": {
+                "success": of(self.total),
+                "fail": {"count": failed, "ns": 0},
+                "queue": of(self.queue),
+                "compute_input": nothing,
+                "compute_infer": of(self.compute),
+                "compute_output": of(self.rest),
+                "cache_hit": nothing,
+                "cache_miss": nothing,
+            },
+            "batch_stats": [],
+        }
+
+
+class Figures(Collector):
+    """Prometheus metrics of all versions. ``served`` gives (metrics, queue depth, process ids of the instances) of each."""
+
+    def __init__(self, served: Callable[[], Iterable[tuple[ModelMetrics, int, list[int]]]]) -> None:
+        self._served = served
+        self._processes = dict[int, psutil.Process]()
+
+    def collect(self) -> Iterator[Metric]:
+        """The current figures."""
+        found = list(self._served())
+        requests = CounterMetricFamily("trimtab_requests", "Requests by outcome.", labels=[*LABELS, "outcome"])
+        restarts = CounterMetricFamily("trimtab_restarts", "Instances that ended and were restarted.", labels=LABELS)
+        depth = GaugeMetricFamily("trimtab_queue_depth", "Requests in the queue.", labels=LABELS)
+        ready = GaugeMetricFamily("trimtab_instances", "Instances of the version.", labels=LABELS)
+        histograms = {
+            name: HistogramMetricFamily(f"trimtab_{name}", text, labels=LABELS)
+            for name, text in (
+                ("request_seconds", "Time of a request, from its last byte to its answer."),
+                ("queue_seconds", "Part of a request's time that it spent in the queue."),
+                ("compute_seconds", "Part of a request's time that its batch was computed."),
+                ("overhead_seconds", "Part of a request's time for sockets, copies and formats."),
+                ("batch_rows", "Rows of each computed batch."),
+                ("batch_seconds", "Compute time of each batch."),
+            )
+        }
+        for metrics, waiting, pids in found:
+            labels = [metrics.model, metrics.version]
+            for outcome in OUTCOMES.values():
+                requests.add_metric([*labels, outcome], metrics.requests[outcome])
+            restarts.add_metric(labels, metrics.restarts)
+            depth.add_metric(labels, waiting)
+            ready.add_metric(labels, len(pids))
+            kinds = (metrics.total, metrics.queue, metrics.compute, metrics.rest, metrics.rows, metrics.batch_compute)
+            for family, histogram in zip(histograms.values(), kinds, strict=True):
+                family.add_metric(labels, histogram.buckets(), histogram.sum)
+        yield from (requests, restarts, depth, ready, *histograms.values())
+        yield from self._of_processes(found)
+
+    def _of_processes(self, found: list[tuple[ModelMetrics, int, list[int]]]) -> Iterator[Metric]:
+        labels = [*LABELS, "instance"]
+        cpu = CounterMetricFamily("trimtab_instance_cpu_seconds", "CPU time of an instance.", labels=labels)
+        memory = GaugeMetricFamily("trimtab_instance_memory_bytes", "Resident memory of an instance.", labels=labels)
+        known = {pid for _, _, pids in found for pid in pids}
+        self._processes = {pid: process for pid, process in self._processes.items() if pid in known}
+        for metrics, _, pids in found:
+            for number, pid in enumerate(pids):
+                try:
+                    process = self._processes.setdefault(pid, psutil.Process(pid))
+                    times, resident = process.cpu_times(), process.memory_info().rss
+                except psutil.Error:
+                    continue
+                cpu.add_metric([metrics.model, metrics.version, str(number)], times.user + times.system)
+                memory.add_metric([metrics.model, metrics.version, str(number)], resident)
+        yield from (cpu, memory)
+
+
+def exposition(figures: Figures) -> bytes:
+    """The figures in the text format of Prometheus."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(figures)
+    return generate_latest(registry)

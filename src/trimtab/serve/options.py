@@ -1,0 +1,163 @@
+"""The options of a server: from flags, from ``serving.toml``, and their defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trimtab._internal.units import megabytes, seconds
+from trimtab.errors import ArtifactError, UsageError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+EXAMPLE = "runs/digits/artifact"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a server runs. ``None`` for instances, threads and batch: found by measurement at the start."""
+
+    models: Mapping[str, pathlib.Path]
+    """Name -> folder of the artifact."""
+    instances: int | None = None
+    batch: int | None = None
+    """Most rows of a batch."""
+    threads: int | None = None
+    """Threads of each instance."""
+    max_wait_s: float = 0.0
+    """How long a free instance waits for a fuller batch."""
+    queue: int = 256
+    """Most requests that wait for one model."""
+    deadline_s: float = 30.0
+    """Longest time in the queue, unless a request asks for less."""
+    p99_s: float | None = None
+    """Limit that the measurement at the start keeps: two batches must be computed within it."""
+    memory_mb: float | None = None
+    """Most memory of the instances of one model."""
+    max_body_mb: float = 64.0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = 8001
+    """``None``: no gRPC."""
+    trust: bool = False
+    token: str | None = None
+    tls: tuple[pathlib.Path, pathlib.Path] | None = None
+    """Files of the certificate and of its key."""
+
+
+UNITS = {
+    **{"max_wait": ("max_wait_s", seconds), "deadline": ("deadline_s", seconds), "p99": ("p99_s", seconds)},
+    **{"max_body": ("max_body_mb", megabytes), "memory": ("memory_mb", megabytes)},
+}
+COUNTS = {"instances": 1, "batch": 1, "threads": 1, "queue": 1, "port": 0, "grpc_port": 0}
+"""Options that are whole numbers, and the smallest of each."""
+TEXTS = ("host", "token_file", "tls_cert", "tls_key")
+FLAGS = ("trust", "no_grpc")
+TABLE = "models"
+
+
+def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathlib.Path | None) -> Options:
+    """Options from ``models`` (``PATH`` or ``NAME=PATH``), from the file ``config``, and from ``flags``, which win.
+
+    Raises:
+        UsageError: an option is unknown or has a wrong value, the file cannot be read, or two models have one name.
+        ArtifactError: a folder is no artifact.
+    """
+    given = {} if config is None else _file(config)
+    table = given.pop(TABLE, {})
+    if not isinstance(table, dict) or not all(isinstance(path, str) for path in table.values()):
+        raise UsageError(f"{config}: [models] holds lines such as digits = {EXAMPLE!r}.")
+    if unknown := sorted(set(given) - set(UNITS) - set(COUNTS) - set(TEXTS) - set(FLAGS)):
+        known = ", ".join(sorted([*UNITS, *COUNTS, *TEXTS, *FLAGS, TABLE]))
+        raise UsageError(f"{config}: there is no option {unknown[0]!r}. Known: {known}.")
+    given |= {name: value for name, value in flags.items() if value is not None and value is not False}
+    words = [*models] if models else [f"{name}={path}" for name, path in table.items()]
+    if not words:
+        raise UsageError(f"There is nothing to serve. Give the folder of an artifact, such as {EXAMPLE}.")
+    values: dict[str, Any] = {"models": _named(words), "trust": given.pop("trust", False) is True}
+    files: dict[str, pathlib.Path] = {
+        name: _path(name, given.pop(name)) for name in ("token_file", "tls_cert", "tls_key") if name in given
+    }
+    if given.pop("no_grpc", False) is True:
+        values["grpc_port"] = None
+        given.pop("grpc_port", None)
+    for name, value in given.items():
+        values |= _value(name, value)
+    return Options(**values, **_secrets(files))
+
+
+def _file(config: pathlib.Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{config} cannot be read as TOML: {error}. Write lines such as port = 8000.") from error
+    return {name.replace("-", "_"): value for name, value in found.items()}
+
+
+def _value(name: str, value: Any) -> dict[str, Any]:
+    shown = name.replace("_", "-")
+    if name in UNITS:
+        field, read = UNITS[name]
+        if name == "max_wait" and value in ("0", 0):
+            return {field: 0.0}
+        if not isinstance(value, str):
+            raise UsageError(f"{shown} is {value!r}; give it with a unit, as text.")
+        return {field: read(value, shown)}
+    if name in COUNTS:
+        if type(value) is not int or value < COUNTS[name]:
+            raise UsageError(f"{shown} is {value!r}; it is a whole number from {COUNTS[name]} up.")
+        return {name: value}
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{shown} is {value!r}; it is a text.")
+    return {name: value}
+
+
+def _path(name: str, value: Any) -> pathlib.Path:
+    path = pathlib.Path(str(value))
+    if not path.is_file():
+        raise UsageError(f"{name.replace('_', '-')}: there is no file {str(value)!r}.")
+    return path
+
+
+def _secrets(files: Mapping[str, pathlib.Path]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "token_file" in files:
+        found["token"] = files["token_file"].read_text(encoding="utf-8").strip()
+        if not found["token"]:
+            raise UsageError(f"{files['token_file']} is empty. Write the token into it.")
+    if ("tls_cert" in files) != ("tls_key" in files):
+        raise UsageError("TLS takes two files. Give --tls-cert and --tls-key.")
+    if "tls_cert" in files:
+        found["tls"] = (files["tls_cert"], files["tls_key"])
+    return found
+
+
+def _named(words: Sequence[str]) -> dict[str, pathlib.Path]:
+    """Name -> folder. A folder without a name is called as its workload."""
+    found = dict[str, pathlib.Path]()
+    for word in words:
+        name, equals, path = word.partition("=")
+        folder = pathlib.Path(path if equals else word)
+        name = name if equals else _workload(folder)
+        if not NAME.fullmatch(name):
+            raise UsageError(f"A model cannot be called {name!r}. Use letters, digits, '.', '_' and '-': digits={EXAMPLE}.")
+        if name in found:
+            raise UsageError(f"Two models are called {name!r}. Give one of them another name: other={folder}.")
+        found[name] = folder
+    return found
+
+
+def _workload(folder: pathlib.Path) -> str:
+    """The name of the workload in the manifest. The instances check the manifest; here it is only read."""
+    try:
+        name = json.loads((folder / "manifest.json").read_bytes())["workload"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"{str(folder)!r} is no artifact: it has no readable manifest.json. Give the folder that optimize wrote, such as "
+            f"{EXAMPLE}."
+        ) from error
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(name)).strip("-._") or "model"

@@ -1,0 +1,176 @@
+"""The models of a server: loaded, replaced by a newer version without loss, unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trimtab.serve.connection import Instance, StartError
+from trimtab.serve.deployment import Deployment, Layout, instance_settings
+from trimtab.serve.metrics import ModelMetrics
+from trimtab.serve.options import Options
+from trimtab.serve.protocol import Refusal
+from trimtab.serve.tuning import Tuning, tuned
+
+Log = Callable[..., None]
+
+
+class Model:
+    """A name, the folder of its artifact, and the version that serves."""
+
+    def __init__(self, name: str, path: pathlib.Path, options: Options, log: Log) -> None:
+        self.name, self.path = name, path
+        self.active: Deployment | None = None
+        self.version = 0
+        self.reason = ""
+        """Why no version serves, or why the last load failed."""
+        self.retiring: list[Deployment] = []
+        self.tuning: Tuning | None = None
+        self._options, self._log = options, log
+        self._lock = asyncio.Lock()
+
+    @property
+    def state(self) -> str:
+        """The state in the protocol's words."""
+        if self.active is None:
+            return "LOADING" if self._lock.locked() else "UNAVAILABLE"
+        return "READY" if self.active.ready else "UNAVAILABLE"
+
+    async def load(self) -> None:
+        """Start a new version beside the one that serves, switch to it when it is ready, and drain the old one.
+
+        Raises:
+            StartError: the new version did not become ready; the old one serves on.
+        """
+        async with self._lock:
+            options, version = self._options, self.version + 1
+            layout = self.active.layout if self.active is not None else await self._layout()
+            deployment = Deployment(
+                self.path,
+                layout,
+                ModelMetrics(self.name, str(version)),
+                self._log,
+                trust=options.trust,
+                queue=options.queue,
+                max_wait_s=options.max_wait_s,
+            )
+            try:
+                await deployment.start()
+            except StartError as error:
+                self.reason = str(error)
+                self._log("version not loaded", model=self.name, version=str(version), reason=str(error))
+                raise
+            old, self.active, self.version, self.reason = self.active, deployment, version, ""
+        self._log("version serves", model=self.name, version=str(version), instances=layout.instances)
+        await self._retire(old)
+
+    async def _layout(self) -> Layout:
+        """The layout that the options state, or that was measured to be best."""
+        options = self._options
+        if options.instances is not None and options.threads is not None and options.batch is not None:
+            return Layout(options.instances, options.threads, options.batch)
+        self.tuning = await tuned(self.path, options, self._to_measure, self._log)
+        return self.tuning.layout
+
+    def _to_measure(self, layout: Layout) -> Instance:
+        settings = instance_settings(self.path, dataclasses.replace(layout, rows=1), 0, self._options.trust)
+        return Instance(settings, lambda *_: None, lambda _: None)
+
+    async def unload(self) -> None:
+        """Stop serving. Requests in the queue are answered first."""
+        async with self._lock:
+            old, self.active, self.reason = self.active, None, "unloaded"
+        await self._retire(old)
+
+    async def _retire(self, old: Deployment | None) -> None:
+        if old is None:
+            return
+        self.retiring.append(old)
+        await old.drain()
+        await old.stop()
+        self.retiring.remove(old)
+
+    def serving(self, version: str | None = None) -> Deployment:
+        """The version that serves.
+
+        Raises:
+            Refusal: 404 for another version, or if none is loaded; 503 while one is being loaded.
+        """
+        if version is not None and version != str(self.version):
+            raise Refusal(404, f"There is no version {version!r} of {self.name}; {self.version} is served.")
+        if self.active is None:
+            if self._lock.locked():
+                raise Refusal(503, f"The model {self.name} is being loaded.", 2)
+            raise Refusal(404, f"The model {self.name} is not loaded: {self.reason or 'nothing was loaded yet'}.")
+        return self.active
+
+
+class Repository:
+    """All models of a server."""
+
+    def __init__(self, options: Options, log: Log) -> None:
+        self.options = options
+        self.models = {name: Model(name, path, options, log) for name, path in options.models.items()}
+        self.draining = False
+        self._log = log
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model that was not unloaded serves."""
+        models = [model for model in self.models.values() if model.reason != "unloaded"]
+        return not self.draining and all(model.state == "READY" for model in models)
+
+    def model(self, name: str) -> Model:
+        """The model ``name``. Raises ``Refusal`` 404 for an unknown name."""
+        if name not in self.models:
+            raise Refusal(404, f"There is no model {name!r:.200}. Served: {', '.join(self.models)}.")
+        return self.models[name]
+
+    async def load_all(self) -> None:
+        """Load every model, one after another: their measurements must not disturb each other.
+
+        Raises:
+            StartError: one of them cannot be served.
+        """
+        for model in self.models.values():
+            await model.load()
+
+    async def reload(self) -> None:
+        """Load a new version of every model from its folder; one that fails leaves the old version serving."""
+        for model in self.models.values():
+            try:
+                await model.load()
+            except StartError:
+                continue
+
+    def index(self, ready_only: bool = False) -> list[dict[str, Any]]:
+        """The repository index of the protocol."""
+        rows = [
+            {"name": model.name, "version": str(model.version), "state": model.state, "reason": model.reason}
+            for model in self.models.values()
+        ]
+        return [row for row in rows if row["state"] == "READY" or not ready_only]
+
+    def deployments(self) -> Iterator[Deployment]:
+        """Every version that runs."""
+        for model in self.models.values():
+            yield from ([] if model.active is None else [model.active])
+            yield from model.retiring
+
+    def figures(self) -> Iterator[tuple[ModelMetrics, int, list[int]]]:
+        """Metrics, queue depth and process ids of each version."""
+        for one in self.deployments():
+            yield one.metrics, one.batcher.size, [instance.pid for instance in one.instances if instance.state == "ready"]
+
+    async def drain(self) -> None:
+        """Take no further requests, and wait until all accepted ones are answered."""
+        self.draining = True
+        await asyncio.gather(*[deployment.drain() for deployment in self.deployments()])
+
+    async def stop(self) -> None:
+        """Stop all instances."""
+        self.draining = True
+        await asyncio.gather(*[deployment.stop() for deployment in self.deployments()])
