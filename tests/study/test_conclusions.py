@@ -435,8 +435,9 @@ def test_data_that_is_shuffled_otherwise_each_time_is_read_once_and_the_same_for
         return trimtab.Workload(name="drawn", model=Model, inputs=torch.ones(2, 8), evaluation=evaluation)
     """
     found = run(tmp_path, body, trials=2)
-    drops = [trial.drop for trial in found.study.trials]
-    assert [drop and drop.value for drop in drops] == [0.0, 0.0]
+    drops = [trial.drop for trial in found.study.trials if trial.recipe.exact]
+    assert len(drops) > 1
+    assert {drop and drop.value for drop in drops} == {0.0}
 
 
 def test_a_search_without_an_original_to_beat_ends_at_once_and_again(tmp_path) -> None:
