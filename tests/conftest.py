@@ -59,8 +59,9 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
     if "torch" in sys.modules:  # which some tests want to see imported by what they test
         sys.modules["torch"].manual_seed(0)
-    if (study := sys.modules.get("trimtab.study.study")) is not None:
-        study.others = lambda: None  # the machine counts as quiet, although other tests run beside
+    for name in ("trimtab.study.study", "trimtab.cli.measure"):
+        if (module := sys.modules.get(name)) is not None:
+            module.others = lambda: None  # the machine counts as quiet, although other tests run beside
 
 
 @pytest.fixture(autouse=True)

@@ -229,8 +229,8 @@ WORKLOAD = [
     ),
     (
         ":inputs_shape",
-        "The model failed on the example inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 8x2). "
-        f"{BY_HAND} {LOG}",
+        "The model failed on the example inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 8x2) "
+        f"(Linear got input float32[1, 3] and has {LAYER}). {BY_HAND} {LOG}",
     ),
     (
         ":data_shape",

@@ -32,7 +32,8 @@ def trimtab_command(*words: str | os.PathLike[str], folder: pathlib.Path) -> sub
 def test_every_kind_passes_its_dry_run_as_it_is(kind: str, tmp_path: pathlib.Path) -> None:
     path = write_starter(kind, tmp_path / f"my-{kind}.py")
     assert path.read_text().count("REPLACE") >= 3
-    job = {"workload": {"reference": str(path)}, "reference": str(tmp_path / "reference"), "recipe": as_written().to_json()}
+    folders = {name: str(tmp_path / name) for name in ("reference", "prepared")}
+    job = {"workload": {"reference": str(path)}, "recipe": as_written().to_json(), **folders}
     found = prepare_job(job, tmp_path)
     assert found["name"] == f"my-{kind}"
     assert (found["score"] is None) == (kind == "custom")
@@ -42,7 +43,7 @@ def test_every_kind_passes_its_dry_run_as_it_is(kind: str, tmp_path: pathlib.Pat
 def test_a_starter_is_optimised_as_it_is(tmp_path: pathlib.Path) -> None:
     path = write_starter("tabular", tmp_path / "my-table.py")
     result = optimize(str(path), trials=1, timing_seconds=0.3, out=tmp_path / "run")
-    assert [trial.state for trial in result.trials] == [trimtab.State.COMPLETE]
+    assert [trial.state for trial in result.trials] == 2 * [trimtab.State.COMPLETE]
     assert result.status in ("improved", "kept_original")
 
 

@@ -135,12 +135,12 @@ def optimize(
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
     progress = Printed(budget_s=limit_s) if progress is None else progress
-    began = progress.began_at or began  # the command line's clock also counts the imports
     workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
     folder = run_folder(workload, out)
     with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
+        began = progress.began_at or began  # the command line's clock also counts the imports
         command = command_line(workload, options, budget, trials, folder)
         with starting_afresh(folder) if fresh else contextlib.nullcontext():
             refuse_others(folder / ARTIFACT)  # before the search, not after it

@@ -47,7 +47,7 @@ def serve_command(
     \b
     Examples:
       trimtab serve runs/digits/artifact
-      trimtab serve a=runs/a/artifact b=runs/b/artifact --instances 2 --batch 16 --threads 1
+      trimtab serve a=runs/a/artifact b=runs/b/artifact --instances 2 --batch 16
       trimtab serve --config serving.toml
     """
     flags: dict[str, Any] = {
