@@ -22,7 +22,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from trimtab.artifact.artifact import Artifact, load
-from trimtab.cli.main import main
+from trimtab.cli.main import app
 from trimtab.errors import UsageError
 from trimtab.serve import deploy
 from trimtab.serve.metrics import Figures, ModelMetrics, exposition
@@ -60,7 +60,10 @@ def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(tmp_
     assert f"torch=={versions['torch'].partition('+')[0]}+cpu " in files["Dockerfile"]
     command = [json.loads(line.partition(" ")[2]) for line in rest if line.startswith(("ENTRYPOINT", "CMD"))]
     assert command[0] == ["trimtab", "serve"]
-    assert command[1] == ["net=/models/net", *"--host 0.0.0.0 --port 8000 --no-grpc --batch 8 --deadline 2000ms".split()]
+    assert command[1] == [
+        "net=/models/net",
+        *["--host", "0.0.0.0", "--port", "8000", "--no-grpc", "--batch", "8", "--deadline", "2000ms"],
+    ]
     assert (tmp_path / "docker" / "models" / "net" / "manifest.json").read_bytes() == (
         onnx_net.path / "manifest.json"
     ).read_bytes()
@@ -197,11 +200,11 @@ def test_what_cannot_be_written_is_refused(tmp_path: pathlib.Path, net: pathlib.
 def test_the_command_writes_and_wants_a_folder(
     tmp_path: pathlib.Path, net: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", str(net), "--write", "systemd", "--out", str(tmp_path / "unit")]) == 0
+    assert app(["serve", str(net), "--write", "systemd", "--out", str(tmp_path / "unit")], standalone_mode=False) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "unit" / "trimtab.service")]
-    assert main(["serve", str(net), "--write", "systemd"]) == 2
-    assert "Give --out FOLDER" in capsys.readouterr().err
-    assert main(["serve", str(net), "--out", "x"]) == 2
+    for words, sentence in ((["--write", "systemd"], "Give --out FOLDER"), (["--out", "x"], "Give --write docker")):
+        with pytest.raises(UsageError, match=sentence):
+            app(["serve", str(net), *words], standalone_mode=False)
 
 
 def test_the_dashboard_asks_for_metrics_and_labels_that_are_exported() -> None:
