@@ -26,7 +26,7 @@ from trimtab.cli.main import app
 from trimtab.errors import UsageError
 from trimtab.serve import deploy
 from trimtab.serve.metrics import Figures, ModelMetrics, exposition
-from trimtab.serve.options import Options
+from trimtab.serve.options import Options, read_options
 from trimtab.serve.protocol import request_id
 from trimtab.serve.replica import Replica
 
@@ -80,6 +80,16 @@ def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(tmp_
         [sys.executable, "-c", code], env={"PYTHONPATH": str(wheel)}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [f"{wheel}/trimtab/serve/front.py", "False"]
+
+
+def test_the_written_flags_are_read_as_the_same_options(net: pathlib.Path) -> None:
+    more = {"max_wait_s": 0.0025, "deadline_s": 90.0, "p99_s": 0.02, "memory_mb": 1500.0, "max_body_mb": 0.1, "trust": True}
+    options = Options(models={"net": net}, instances=2, queue=1_000_000, log_requests=True, **more)
+    words = deploy.arguments(options)
+    flags: dict[str, Any] = {"trust": words.pop(words.index("--trust")), "log_requests": words.pop()}
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        flags[name.removeprefix("--").replace("-", "_")] = int(value) if value.isdigit() else value
+    assert read_options([str(net)], {**flags, "trust": True, "log_requests": True}, None) == options
 
 
 def test_a_unit_drains_reloads_and_quotes(tmp_path: pathlib.Path, onnx_net: Artifact) -> None:

@@ -98,13 +98,11 @@ def _refuse(options: Options) -> None:
 def arguments(options: Options) -> list[str]:
     """The flags of ``trimtab serve`` for the options that differ from the default, without models, host and ports."""
     default, found = Options(models={}), list[str]()
-    for name, shown in (
-        *((name, str) for name in ("instances", "threads", "batch", "queue")),
-        *((name, lambda value: f"{value * 1000:g}ms") for name in ("max_wait_s", "deadline_s", "p99_s")),
-        *((name, lambda value: f"{value:g}MB") for name in ("memory_mb", "max_body_mb")),
-    ):
-        if (value := getattr(options, name)) != getattr(default, name):
-            found += [f"--{re.sub('_(s|mb)$', '', name).replace('_', '-')}", shown(value)]
+    for name in ("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "p99_s", "memory_mb", "max_body_mb"):
+        if (value := getattr(options, name)) == getattr(default, name):
+            continue
+        text = f"{value * 1000:g}ms" if name.endswith("_s") else f"{value:.12g}{'MB' if name.endswith('_mb') else ''}"
+        found += [f"--{re.sub('_(s|mb)$', '', name).replace('_', '-')}", "0" if text == "0ms" else text]
     return [*found, *(["--trust"] if options.trust else []), *(["--log-requests"] if options.log_requests else [])]
 
 
