@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -50,21 +51,23 @@ def write(
     inputs: Any = None,
     dynamic: Any = None,
     name: str = "net",
+    backend: str = "eager",
+    evidence: Mapping[str, Any] | None = None,
 ) -> Artifact:
-    """An artifact of eager, without a search."""
+    """An artifact of ``backend``, without a search."""
     torch.manual_seed(seed)
     inputs = (torch.randn(2, 16),) if inputs is None else inputs
     dynamic = {"x": {0: Dim("batch", 1, 64)}} if dynamic is None else dynamic
     subject = Candidate.of((model or Net()).eval(), inputs, dynamic=dynamic)
-    backend = BACKENDS["eager"]()
-    executable = backend.compile(subject)
+    technique = BACKENDS[backend]()
+    executable = technique.compile(subject)
     return write_artifact(
         folder,
         executable=executable,
-        recipe=Recipe(backend=backend),
+        recipe=Recipe(backend=technique),
         workload_name=name,
         golden=Golden.of(subject, executable.signature),
-        evidence={"speedup": Interval(2.0, 1.9, 2.1), "size_mb": 0.01},
+        evidence={"speedup": Interval(2.0, 1.9, 2.1), "size_mb": 0.01, **(evidence or {})},
         environment=Environment.capture(),
         limits=Limits(max_drop=0.01),
     )

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -39,7 +40,9 @@ ROWS = np.random.default_rng(0).normal(size=(3, 16)).astype("f4")
 @pytest.fixture(scope="module")
 def server(net: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(log, str(net), "--instances", "2", "--threads", "1", "--batch", "8", "--max-body", "100kB") as running:
+    with Server(
+        log, str(net), "--instances", "2", "--threads", "1", "--batch", "8", "--max-body", "100kB", "--log-requests"
+    ) as running:
         yield running
 
 
@@ -140,6 +143,53 @@ def test_refusals(server: Server, client: tritonclient.http.InferenceServerClien
         client.infer("net", [tritonclient.http.InferInput("y", [1], "FP32").set_data_from_numpy(np.zeros(1, "f4"))])
     assert server.ask("POST", "/v2/repository/models/net/load", {"parameters": {"config": "{}"}})[0] == 400
     assert server.ask("POST", "/v2/repository/models/..%2F..%2Fetc/load")[0] == 404
+
+
+def logged(server: Server, request: str) -> dict[str, Any]:
+    """The log line of a request."""
+    while not (lines := [line for line in server.text.splitlines() if f'"request_id": "{request}"' in line]):
+        time.sleep(0.01)
+    (line,) = lines
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_a_request_keeps_its_id_and_is_logged_with_it(server: Server) -> None:
+    tensor = {"name": "x", "shape": [3, 16], "datatype": "FP32", "data": ROWS.flatten().tolist()}
+    path = "/v2/models/net/infer"
+    status, _, headers = server.ask("POST", path, {"inputs": [tensor]}, {"X-Request-Id": "mine-1"})
+    assert (status, headers["x-request-id"]) == (200, "mine-1")
+    line = logged(server, "mine-1")
+    assert [line[key] for key in ("event", "method", "path", "status", "model", "version", "batch_rows")] == [
+        *("request", "POST", path, 200, "net", "1", 3),
+    ]
+    assert line["ms"] >= line["compute_ms"] > 0
+    status, answer, headers = server.ask("POST", path, {"inputs": []}, {"X-Request-Id": "two words"})
+    line = logged(server, headers["x-request-id"])
+    assert (status, line["status"], line["error"]) == (400, 400, answer["error"])
+    assert "two words" not in server.text
+    quiet = server.ask("GET", "/metrics")[2]["x-request-id"]
+    assert quiet not in server.text
+
+
+def test_grpc_keeps_the_id_of_a_request_too(server: Server) -> None:
+    kinds = grpc_api.messages()
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        infer = channel.unary_unary(
+            f"/{grpc_api.SERVICE}/ModelInfer",
+            request_serializer=kinds["ModelInferRequest"].SerializeToString,
+            response_deserializer=kinds["ModelInferResponse"].FromString,
+        )
+        tensor = {"name": "x", "datatype": "FP32", "shape": [3, 16]}
+        request = kinds["ModelInferRequest"](model_name="net", inputs=[tensor], raw_input_contents=[ROWS.tobytes()])
+        _, call = infer.with_call(request, metadata=[("x-request-id", "mine-2")])
+        assert dict(call.trailing_metadata())["x-request-id"] == "mine-2"
+        assert [logged(server, "mine-2")[key] for key in ("path", "status")] == ["ModelInfer", 200]
+        with pytest.raises(grpc.RpcError) as refused:
+            infer(kinds["ModelInferRequest"](model_name="other"))
+        assert isinstance(refused.value, grpc.Call)
+        line = logged(server, str(dict(refused.value.trailing_metadata())["x-request-id"]))
+        assert (line["status"], line["error"]) == (404, "There is no model 'other'. Served: net.")
 
 
 def test_a_chunked_body_over_the_limit_is_refused(server: Server) -> None:

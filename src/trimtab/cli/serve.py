@@ -10,7 +10,7 @@ import typer
 
 from trimtab._internal.files import typed
 from trimtab.cli._lazy import late
-from trimtab.errors import MissingPackageError
+from trimtab.errors import MissingPackageError, UsageError
 
 PACKAGES = ("uvicorn", "uvloop", "httptools", "orjson", "prometheus_client", "grpc", "google.protobuf")
 File = typed("serving.toml")
@@ -40,6 +40,14 @@ def serve_command(
     config: Annotated[
         pathlib.Path | None, typer.Option(parser=File, metavar="FILE", help="The same options in a TOML file; flags win.")
     ] = None,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request as a line of JSON.")] = False,
+    write: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET", help="Serve nothing; write the files for docker, systemd, kubernetes, kserve, triton or ray."
+        ),
+    ] = None,
+    out: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for the files of --write.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Allow artifacts that carry native code.")] = False,
 ) -> int:
     """Serve artifacts over HTTP with the Open Inference Protocol v2.
@@ -49,6 +57,7 @@ def serve_command(
       trimtab serve runs/digits/artifact
       trimtab serve a=runs/a/artifact b=runs/b/artifact --instances 2 --batch 16
       trimtab serve --config serving.toml
+      trimtab serve runs/digits/artifact --write docker --out image
     """
     flags: dict[str, Any] = {
         **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue},
@@ -62,10 +71,18 @@ def serve_command(
             "token_file": token_file,
         },
         **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "grpc_port": grpc_port, "no_grpc": no_grpc},
+        "log_requests": log_requests,
     }
     options = late("serve.options").read_options(artifacts or [], flags, config)
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(f"trimtab serve needs the package {package}. pip install 'trimtab[serve]'")
+    if write is not None:
+        if out is None:
+            raise UsageError(f"--write {write} needs a folder. Give --out FOLDER.")
+        print("\n".join(map(str, late("serve.deploy").write(options, write, pathlib.Path(out)))))
+        return 0
+    if out is not None:
+        raise UsageError("--out is the folder of --write. Give --write docker, or leave it out.")
     late("serve.front").run(options)
     return 0

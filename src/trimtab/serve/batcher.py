@@ -21,6 +21,11 @@ class Answer:
     compute_s: float = 0.0
     batch_rows: int = 1
 
+    def facts(self) -> dict[str, float]:
+        """What a log of requests tells; times in milliseconds."""
+        queue, compute = (round(seconds * 1e3, 3) for seconds in (self.queue_s, self.compute_s))
+        return {"queue_ms": queue, "compute_ms": compute, "batch_rows": self.batch_rows}
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Item:

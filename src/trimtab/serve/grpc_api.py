@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from trimtab.errors import UsageError
 from trimtab.serve.http_api import EXTENSIONS, configuration, load, metadata
-from trimtab.serve.protocol import DATATYPES, Refusal, index_of, timeout_of
+from trimtab.serve.protocol import DATATYPES, Refusal, index_of, request_id, timeout_of
 from trimtab.serve.repository import Repository
 
 SERVICE = "inference.GRPCInferenceService"
@@ -26,6 +26,8 @@ FIELDS = {
     **{"UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents"},
 }
 """Datatype -> the field of ``InferTensorContents``. FP16 and BF16 have none: they come in ``raw_input_contents``."""
+LOGGED = ("ModelInfer", "RepositoryModelLoad", "RepositoryModelUnload")
+"""Methods whose successful calls are logged, too."""
 CODES_OF = dict(DATATYPES.values())
 """Datatype -> numpy's code."""
 CODES = {
@@ -80,15 +82,27 @@ class Service:
         kind = self._messages[f"{name}Response"]
 
         async def answer(request: Any, context: Any) -> Any:
+            tag, start = _tag(context), time.perf_counter()
             try:
                 if name not in ("ServerLive", "ServerReady"):
                     self._authorize(context)
                 found = await method(request)
             except Refusal as refusal:
+                self._log(tag, name, start, refusal)
                 await context.abort(CODES.get(refusal.status, grpc.StatusCode.INVALID_ARGUMENT), refusal.sentence)
+            if name in LOGGED:
+                self._log(tag, name, start)
             return kind(**found) if isinstance(found, dict) else found
 
         return answer
+
+    def _log(self, tag: str, name: str, start: float, refusal: Refusal | None = None) -> None:
+        """Log a request, where requests are logged."""
+        if self._repository.options.log_requests:
+            took = round((time.perf_counter() - start) * 1e3, 3)
+            facts: dict[str, Any] = {} if refusal is None else {"error": refusal.sentence}
+            status = 200 if refusal is None else refusal.status
+            self._repository.log("request", request_id=tag, method="gRPC", path=name, status=status, ms=took, **facts)
 
     def _authorize(self, context: Any) -> None:
         given = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -138,15 +152,19 @@ class Service:
 
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answer the requests of a stream in their order; one that is refused does not end the stream."""
-        kind = self._messages["ModelStreamInferResponse"]
+        kind, tag = self._messages["ModelStreamInferResponse"], _tag(context)
         try:
             self._authorize(context)
         except Refusal as refusal:
             await context.abort(CODES[401], refusal.sentence)
         async for request in requests:
+            start = time.perf_counter()
             try:
-                yield kind(infer_response=await self._infer(request))
+                found = await self._infer(request)
+                self._log(tag, "ModelStreamInfer", start)
+                yield kind(infer_response=found)
             except Refusal as refusal:
+                self._log(tag, "ModelStreamInfer", start, refusal)
                 yield kind(error_message=refusal.sentence, infer_response={"id": request.id})
 
     async def _infer(self, request: Any) -> Any:
@@ -179,6 +197,14 @@ class Service:
         )
         deployment.metrics.answered(time.perf_counter() - start, answer.queue_s, answer.compute_s)
         return found
+
+
+def _tag(context: Any) -> str:
+    """The id of a request, from the client's metadata ``x-request-id`` or new; it is sent back as trailing metadata."""
+    found = dict(context.invocation_metadata() or ()).get("x-request-id")
+    tag = request_id(found if isinstance(found, str) else None)
+    context.set_trailing_metadata((("x-request-id", tag),))
+    return tag
 
 
 def _given(request: Any) -> dict[str, tuple[str, Any, Any]]:

@@ -14,7 +14,7 @@ import orjson
 from trimtab.serve.connection import StartError
 from trimtab.serve.metrics import Figures, exposition
 from trimtab.serve.openapi import document, page
-from trimtab.serve.protocol import HEADER_LENGTH, Bytes, Refusal, read_request, write_response
+from trimtab.serve.protocol import HEADER_LENGTH, Bytes, Refusal, read_request, request_id, write_response
 from trimtab.serve.repository import Repository
 
 Scope = MutableMapping[str, Any]
@@ -25,6 +25,7 @@ BODY_S = 30.0
 """Seconds within which a body must arrive, after its first part."""
 JSON, TEXT, HTML = b"application/json", b"text/plain; version=0.0.4; charset=utf-8", b"text/html; charset=utf-8"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+REQUEST_ID = b"x-request-id"
 SMALL = 1 << 20
 """Most bytes of a body that holds no tensors."""
 
@@ -48,21 +49,36 @@ class Application:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError("Only HTTP is served here.")
+        start, given = time.perf_counter(), _header(scope, REQUEST_ID)
+        request, facts = request_id(None if given is None else given.decode("latin-1")), dict[str, Any]()
+        status = await self._respond(scope, receive, _tagging(send, request), facts)
+        if self._repository.options.log_requests and (status != 200 or scope["method"] == "POST"):
+            took = round((time.perf_counter() - start) * 1e3, 3)
+            path = scope["path"][:200]
+            self._repository.log(
+                "request", request_id=request, method=scope["method"], path=path, status=status, ms=took, **facts
+            )
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, facts: dict[str, Any]) -> int:
+        """Answer one request. Returns the status, and adds what a log tells to ``facts``."""
         try:
             words = scope["path"].split("/")[1:]
             self._authorize(scope, words)
             if words[-1] == "infer" and words[:2] == ["v2", "models"]:
-                await self._infer(words[2:-1], scope, receive, send)
-            else:
-                status, body, kind = await self._other(words, scope, receive)
-                await _answer(send, status, [b"" if scope["method"] == "HEAD" else body], kind)
+                await self._infer(words[2:-1], scope, receive, send, facts)
+                return 200
+            status, body, kind = await self._other(words, scope, receive)
+            await _answer(send, status, [b"" if scope["method"] == "HEAD" else body], kind)
+            return status
         except Refusal as refusal:
             extra = [] if refusal.retry_after is None else [(b"retry-after", str(refusal.retry_after).encode())]
             if refusal.status == 401:
                 extra.append((b"www-authenticate", b"Bearer"))
             await _answer(send, refusal.status, [orjson.dumps({"error": refusal.sentence})], JSON, extra)
+            facts["error"] = refusal.sentence
+            return refusal.status
         except Gone:
-            return
+            return 499
 
     def _authorize(self, scope: Scope, words: list[str]) -> None:
         if self._token is None or words[:2] == ["v2", "health"]:
@@ -70,13 +86,14 @@ class Application:
         if not hmac.compare_digest(_header(scope, b"authorization") or b"", self._token):
             raise Refusal(401, "This server wants a token. Send the header Authorization: Bearer TOKEN.")
 
-    async def _infer(self, words: list[str], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _infer(self, words: list[str], scope: Scope, receive: Receive, send: Send, facts: dict[str, Any]) -> None:
         _only(scope, "POST")
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
         model = self._repository.model(words[0])
         deployment = model.serving(_version_in(words[1:]))
         assert deployment.interface is not None
+        facts |= {"model": model.name, "version": deployment.metrics.version}
         try:
             if encoding := _header(scope, b"content-encoding"):
                 raise Refusal(
@@ -94,6 +111,7 @@ class Application:
         head = {"model_name": model.name, "model_version": deployment.metrics.version}
         parts, json_length = write_response(head, asked, deployment.interface.outputs, answer.tensors, answer.shapes)
         deployment.metrics.answered(time.perf_counter() - start, answer.queue_s, answer.compute_s)
+        facts |= answer.facts()
         if json_length is None:
             await _answer(send, 200, parts, JSON)
         else:
@@ -226,6 +244,18 @@ def _version_in(words: list[str]) -> str | None:
 def _only(scope: Scope, *methods: str) -> None:
     if scope["method"] not in methods:
         raise Refusal(405, f"This route takes {' and '.join(methods)}, not {scope['method']}.")
+
+
+def _tagging(send: Send, request: str) -> Send:
+    """``send`` that gives the answer the id of its request."""
+    tag = (REQUEST_ID, request.encode())
+
+    async def tagged(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"].append(tag)
+        await send(message)
+
+    return tagged
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -41,12 +41,12 @@ class Served:
     def __init__(self, path: str, *, trust: bool, threads: int | None) -> None:
         self.artifact = open_artifact(path)
         self.signature = self.artifact.manifest.signature
-        _refuse(self.signature)
+        refuse_signature(self.signature)
         self.executable: Executable = load(path, trust=trust, threads=threads)
         self._dtypes = [getattr(torch, spec.dtype) for spec in self.signature.inputs]
         self._itemsizes = [dtype.itemsize for dtype in self._dtypes]
         self._padded = PaddedExecutable(self.executable, self.signature)
-        if _joinable(self.signature):
+        if joinable(self.signature):
             self._padded = PaddedExecutable(self.executable, _any_batch(self.signature))
 
     def prove(self) -> None:
@@ -58,7 +58,7 @@ class Served:
     def rows_of_example(self, rows: int) -> list[torch.Tensor]:
         """The artifact's first test vector, repeated or cut to ``rows`` rows."""
         leaves = [tensor.clone() for tensor in self.artifact.golden().cases[0].inputs]
-        if not _joinable(self.signature):
+        if not joinable(self.signature):
             return leaves
         return [leaf.index_select(0, torch.arange(rows) % leaf.shape[0]) for leaf in leaves]
 
@@ -98,7 +98,7 @@ class Served:
         return facts | {
             "dims": {dim.name: (dim.min, dim.max, dim.step) for dim in signature.dims},
             "batch": signature.batch,
-            "joinable": _joinable(signature),
+            "joinable": joinable(signature),
             "platform": f"trimtab_{manifest.recipe['backend']['name']}",
             "threads": self.executable.settings.threads,
             "example": {"shapes": shapes, "data": example},
@@ -143,8 +143,8 @@ def _card(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def _refuse(signature: Signature) -> None:
-    """Refuse what the protocol cannot carry."""
+def refuse_signature(signature: Signature) -> None:
+    """Raise ``UsageError`` for a signature that the protocol cannot carry."""
     for spec in (*signature.inputs, *signature.outputs):
         if spec.dtype not in DATATYPES:
             raise UsageError(
@@ -161,7 +161,7 @@ def _refuse(signature: Signature) -> None:
         raise UsageError("This model takes no tensors; there is nothing to send to it.")
 
 
-def _joinable(signature: Signature) -> bool:
+def joinable(signature: Signature) -> bool:
     """Whether the batch is the first axis of every input and output, and of no other axis."""
     batch = signature.batch
     shapes = [spec.shape for spec in (*signature.inputs, *signature.outputs)]
@@ -178,8 +178,13 @@ def _any_batch(signature: Signature) -> Signature:
     )
 
 
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The values of ``tensor`` in memory order, without a copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def _send(connection: socket.socket, head: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-    parts = [[tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data] for tensor in tensors]
+    parts = [[as_bytes(tensor)] for tensor in tensors]
     buffers = [part for part in pack(head, parts) if len(part)]
     while buffers:
         sent = connection.sendmsg(buffers[:512])

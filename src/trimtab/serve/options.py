@@ -47,6 +47,8 @@ class Options:
     token: str | None = None
     tls: tuple[pathlib.Path, pathlib.Path] | None = None
     """Files of the certificate and of its key."""
+    log_requests: bool = False
+    """Whether each request is logged, as one line of JSON."""
 
 
 UNITS = {
@@ -56,7 +58,7 @@ UNITS = {
 COUNTS = {"instances": 1, "batch": 1, "threads": 1, "queue": 1, "port": 0, "grpc_port": 0}
 """Options that are whole numbers, and the smallest of each."""
 TEXTS = ("host", "token_file", "tls_cert", "tls_key")
-FLAGS = ("trust", "no_grpc")
+FLAGS = ("trust", "no_grpc", "log_requests")
 TABLE = "models"
 
 
@@ -78,7 +80,8 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     words = [*models] if models else [f"{name}={path}" for name, path in table.items()]
     if not words:
         raise UsageError(f"There is nothing to serve. Give the folder of an artifact, such as {EXAMPLE}.")
-    values: dict[str, Any] = {"models": _named(words), "trust": given.pop("trust", False) is True}
+    values: dict[str, Any] = {"models": _named(words)}
+    values |= {name: given.pop(name, False) is True for name in ("trust", "log_requests")}
     files: dict[str, pathlib.Path] = {
         name: _path(name, given.pop(name)) for name in ("token_file", "tls_cert", "tls_key") if name in given
     }

@@ -115,7 +115,7 @@ class Repository:
         self.options = options
         self.models = {name: Model(name, path, options, log) for name, path in options.models.items()}
         self.draining = False
-        self._log = log
+        self.log = log
 
     @property
     def ready(self) -> bool:
