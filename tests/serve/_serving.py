@@ -50,8 +50,9 @@ def write(
     inputs: Any = None,
     dynamic: Any = None,
     name: str = "net",
+    original: bool = False,
 ) -> Artifact:
-    """An artifact of eager, without a search."""
+    """An artifact of eager, without a search; the original model travels with it if ``original``."""
     torch.manual_seed(seed)
     inputs = (torch.randn(2, 16),) if inputs is None else inputs
     dynamic = {"x": {0: Dim("batch", 1, 64)}} if dynamic is None else dynamic
@@ -67,6 +68,7 @@ def write(
         evidence={"speedup": Interval(2.0, 1.9, 2.1), "size_mb": 0.01},
         environment=Environment.capture(),
         limits=Limits(max_drop=0.01),
+        baseline=backend.compile(subject) if original else None,
     )
 
 
