@@ -53,8 +53,9 @@ def write(
     name: str = "net",
     backend: str = "eager",
     evidence: Mapping[str, Any] | None = None,
+    original: bool = False,
 ) -> Artifact:
-    """An artifact of ``backend``, without a search."""
+    """An artifact of ``backend``, without a search; the original model travels with it if ``original``."""
     torch.manual_seed(seed)
     inputs = (torch.randn(2, 16),) if inputs is None else inputs
     dynamic = {"x": {0: Dim("batch", 1, 64)}} if dynamic is None else dynamic
@@ -70,6 +71,7 @@ def write(
         evidence={"speedup": Interval(2.0, 1.9, 2.1), "size_mb": 0.01, **(evidence or {})},
         environment=Environment.capture(),
         limits=Limits(max_drop=0.01),
+        baseline=technique.compile(subject) if original else None,
     )
 
 

@@ -217,7 +217,7 @@ def test_an_original_without_a_form_of_its_own_is_kept_and_never_called_an_impro
             return self.choices[int(y.sum() > 0)](y)
     def made(): return workload(Picks)
     """
-    result = run(tmp_path, body, trials=2, **asked)
+    result = run(tmp_path, body, trials=1, **asked)
     assert [trial.state for trial in result.trials] == [State.COMPLETE] * 2
     assert [trial.size_mb for trial in result.trials] == [None] * 2, "it has a form: take another model"
     assert result.status == "kept_original", result.sentence

@@ -52,7 +52,7 @@ def run(tmp_path: pathlib.Path, more: str = "") -> tuple[collections.Counter[str
     """What a study of three recipes with its confirmation reads, and its notes."""
     log, file = tmp_path / "log.txt", tmp_path / "once.py"
     file.write_text(FILE.format(log=str(log), more=textwrap.dedent(more)))
-    found = trimtab.optimize(file, trials=3, out=tmp_path / "run", timing_seconds=0.5, progress=trimtab.Progress())
+    found = trimtab.optimize(file, trials=2, out=tmp_path / "run", timing_seconds=0.5, progress=trimtab.Progress())
     assert len(found.study.trials) == 3
     assert not (tmp_path / "run" / PREPARED).exists()
     return collections.Counter(log.read_text().split()), found.all_notes()

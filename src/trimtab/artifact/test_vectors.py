@@ -89,7 +89,7 @@ class Golden:
         for case in self.cases:
             outputs = run([tensor.clone() for tensor in case.inputs])
             for i, want in enumerate(case.outputs):
-                worst[i] = max(worst[i], _error(outputs[i], want, self.scales[i]) if i < len(outputs) else math.inf)
+                worst[i] = max(worst[i], output_error(outputs[i], want, self.scales[i]) if i < len(outputs) else math.inf)
         return worst
 
     @functools.cached_property
@@ -212,7 +212,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _error(got: torch.Tensor, want: torch.Tensor, scale: float) -> float:
+def output_error(got: torch.Tensor, want: torch.Tensor, scale: float) -> float:
+    """The largest error of one output: absolute, but scaled down for values above ``scale``. For integers and booleans: the
+    share of differing values. Infinite if shape or dtype differ or a value of either is not finite."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return math.inf
     if not want.numel():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,13 @@ File = typed("request.json")
 
 
 def load_test_command(
-    url: Annotated[str, typer.Argument(help="Address of a server, such as http://127.0.0.1:8000.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="URL|ARTIFACT", help="Address such as http://127.0.0.1:8000, or a folder to serve meanwhile."),
+    ],
+    vs: Annotated[
+        str | None, typer.Option("--vs", metavar="URL|ARTIFACT", help="A second server, measured in turns with the first.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Arrivals per second.")] = None,
     find: Annotated[bool, typer.Option("--find", help="Find the highest rate that keeps --p99.")] = False,
     p99: Annotated[str | None, typer.Option(help="Limit of the 99th percentile of latency [20ms with --find].")] = None,
@@ -29,6 +35,7 @@ def load_test_command(
     request: Annotated[
         pathlib.Path | None, typer.Option(parser=File, metavar="FILE", help="Body of an infer request in JSON, instead.")
     ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Allow artifacts that carry native code.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Measure a server under load that does not wait for its answers.
@@ -39,22 +46,33 @@ def load_test_command(
     Examples:
       trimtab load-test http://127.0.0.1:8000 --rate 200
       trimtab load-test http://127.0.0.1:8000 --find --p99 20ms --time 5s
+      trimtab load-test runs/digits/artifact --rate 200
+      trimtab load-test http://127.0.0.1:8000 --vs http://127.0.0.1:9000 --rate 200
     """
     if (rate is None) != find:
         raise UsageError("Give either --rate, such as --rate 200, or --find.")
     limit = None if p99 is None else duration(p99, "--p99")
     if request is not None and not request.is_file():
         raise UsageError(f"--request: there is no file {str(request)!r}.")
-    found = late("serve.load_test").load_test(
-        url,
-        model=model,
-        rate=None if rate is None else positive(rate, "--rate", "200"),
-        p99_s=limit,
-        seconds=duration(time, "--time"),
-        rows=positive(rows, "--rows"),
-        body=None if request is None else request.read_bytes(),
-        told=lambda load: None if json else typer.echo(load),
-    )
+    asked: dict[str, Any] = {
+        "model": model,
+        "rate": None if rate is None else positive(rate, "--rate", "200"),
+        "seconds": duration(time, "--time"),
+        "rows": positive(rows, "--rows"),
+        "body": None if request is None else request.read_bytes(),
+    }
+    address_of = late("serve.own_server").address_of
+    if vs is not None:
+        if rate is None or limit is not None:
+            raise UsageError("Two servers are compared at one rate. Give --vs with --rate, and without --find and --p99.")
+        with address_of(target, trust=trust) as first, address_of(vs, trust=trust) as second:
+            compared = late("serve.load_comparison").compare_servers(first, second, **asked)
+        typer.echo(dumps(compared) if json else compared)
+        return 0
+    with address_of(target, trust=trust) as url:
+        found = late("serve.load_test").load_test(
+            url, p99_s=limit, told=lambda load: None if json else typer.echo(load), **asked
+        )
     if json:
         typer.echo(dumps(found))
     elif find:

@@ -30,6 +30,18 @@ def serve_command(
     p99: Annotated[str | None, typer.Option(help="Limit that the measurement at the start keeps.")] = None,
     memory: Annotated[str | None, typer.Option(help="Most memory of the instances of one model.")] = None,
     max_body: Annotated[str | None, typer.Option(help="Largest body of a request; larger ones get 413 [64MB].")] = None,
+    shadow: Annotated[
+        str | None,
+        typer.Option(metavar="SHARE", help="Compare this share of the answers with the original model, out of band."),
+    ] = None,
+    shadow_from: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]ARTIFACT", help="Artifact to compare with, instead of the original that travels along."),
+    ] = None,
+    canary: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="Requests that a new version gets before it takes over [none].")
+    ] = None,
+    canary_time: Annotated[str | None, typer.Option(help="How long a new version is compared with the old one [60s].")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port for HTTP; 0 takes a free one [8000].")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Port for gRPC; 0 takes a free one [8001].")] = None,
@@ -70,6 +82,7 @@ def serve_command(
             "port": port,
             "token_file": token_file,
         },
+        **{"shadow": shadow, "shadow_from": shadow_from or None, "canary": canary, "canary_time": canary_time},
         **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "grpc_port": grpc_port, "no_grpc": no_grpc},
         "log_requests": log_requests,
     }

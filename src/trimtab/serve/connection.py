@@ -34,7 +34,7 @@ class StartError(Exception):
 
 
 class Instance(asyncio.Protocol):
-    """One process that serves one copy of a model. It holds at most one batch at a time.
+    """One process that serves one copy of a model. It holds at most one batch at a time. ``module`` is what the process runs.
 
     ``on_reply(instance, head, body)`` gets each answer, ``on_close(instance)`` the end of the process. The process ends with
     this one, also if this one is killed (:mod:`trimtab.execution.parent_death`).
@@ -45,8 +45,9 @@ class Instance(asyncio.Protocol):
         settings: dict[str, Any],
         on_reply: Callable[[Instance, dict[str, Any], memoryview], None],
         on_close: Callable[[Instance], None],
+        module: str | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings, self._module = settings, module or INSTANCE
         self.state: State = "starting"
         self.batch: list[Item] = []
         self.since = 0.0
@@ -69,7 +70,7 @@ class Instance(asyncio.Protocol):
         threads = self.settings["threads"]
         own = os.environ if threads is None else os.environ | {"OMP_NUM_THREADS": str(threads)}
         watcher = str(pathlib.Path(str(parent_death.__file__)).resolve())
-        words = [watcher, str(os.getpid()), INSTANCE, str(theirs.fileno()), json.dumps(self.settings)]
+        words = [watcher, str(os.getpid()), self._module, str(theirs.fileno()), json.dumps(self.settings)]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", *words],
             stdin=subprocess.PIPE,
@@ -105,16 +106,21 @@ class Instance(asyncio.Protocol):
             parts = list(zip(*[item.call.tensors for item in batch], strict=True))
         self._write({"id": 0, "shapes": shapes}, parts)
 
+    async def ask(self, head: dict[str, Any], parts: Sequence[Sequence[Bytes]] = ()) -> dict[str, Any]:
+        """Send a frame beside the batches, and wait for the head of its answer: ``{"error": ...}`` if the process ended."""
+        self._number += 1
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[self._number] = future
+        self._write({"id": self._number, **head}, parts)
+        return await future
+
     async def rate(self, rows: int, seconds: float) -> float:
         """Rows per second that it computes in batches of ``rows``, measured in the instance for ``seconds``.
 
         Raises:
             StartError: the batch failed, or ended the process.
         """
-        self._number += 1
-        future = self._calls[self._number] = asyncio.get_running_loop().create_future()
-        self._write({"id": self._number, "rows": rows, "seconds": seconds})
-        answer = await future
+        answer = await self.ask({"rows": rows, "seconds": seconds})
         if "rate" not in answer:
             raise StartError("WorkloadError", str(answer.get("error", "The instance ended.")))
         return float(answer["rate"])
@@ -157,7 +163,8 @@ class Instance(asyncio.Protocol):
             elif "refused" in head:
                 self._ready.set_exception(StartError(head["refused"], head["message"]))
             elif head["id"]:
-                self._calls.pop(head["id"]).set_result(head)
+                if not (future := self._calls.pop(head["id"])).done():
+                    future.set_result(head)
             else:
                 self._on_reply(self, head, body)
 
@@ -173,5 +180,6 @@ class Instance(asyncio.Protocol):
             text = f"An instance of {self.settings['path']} ended with {how} before it was ready; its last words are above."
             self._ready.set_exception(StartError("ArtifactError", text))
         for future in self._calls.values():
-            future.set_result({"error": "The instance ended."})
+            if not future.done():
+                future.set_result({"error": "The instance ended."})
         self._on_close(self)

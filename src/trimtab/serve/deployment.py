@@ -12,12 +12,16 @@ from typing import Any
 
 from trimtab.serve.batcher import Answer, Batcher, Item
 from trimtab.serve.connection import Instance, StartError
+from trimtab.serve.drift import InputDrift
 from trimtab.serve.frames import cut
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.protocol import Bytes, Call, Interface, Refusal
+from trimtab.serve.shadow import Shadow
 
 SWEEP_S = 0.02
 """Seconds between looks for requests whose deadline has passed."""
+LOOK_S = 0.05
+"""Least seconds between requests whose inputs are compared with those that the artifact knows."""
 STALLED_S = 60.0
 """Seconds after which an instance that computes one batch counts as hanging and is killed."""
 STABLE_S, LONGEST_PAUSE_S = 10.0, 30.0
@@ -49,6 +53,7 @@ class Deployment:
         trust: bool = False,
         queue: int = 256,
         max_wait_s: float = 0.0,
+        shadow: Shadow | None = None,
     ) -> None:
         self.path, self.layout, self.trust, self.metrics = path, layout, trust, metrics
         self.batcher = Batcher(rows=layout.rows, limit=queue, max_wait_s=max_wait_s)
@@ -56,6 +61,8 @@ class Deployment:
         self.interface: Interface | None = None
         self.description: dict[str, Any] = {}
         self.stopping = False
+        self._shadow = shadow
+        self._next_look = 0.0
         self._log, self._pause_s = log, 0.0
         self._tasks = set[asyncio.Task[Any]]()
         self._loop, self._work = asyncio.get_running_loop(), asyncio.Event()
@@ -79,7 +86,8 @@ class Deployment:
         """
         self.instances = [self._instance(number) for number in range(self.layout.instances)]
         try:
-            found = await asyncio.gather(*[instance.start() for instance in self.instances], return_exceptions=True)
+            starting = [one.start() for one in self._started()]
+            found = await asyncio.gather(*starting, return_exceptions=True)
             if failed := [error for error in found if error is not None]:
                 raise failed[0]
         except BaseException:  # cancelled, too: no process is left
@@ -87,7 +95,14 @@ class Deployment:
             raise
         self.description = self.instances[0].description
         self.interface = Interface.from_json(self.description)
+        if "known" in self.description:
+            self.metrics.inputs = InputDrift(self.interface.inputs, self.description["known"])
+        if self._shadow is not None:
+            self.metrics.outputs = self._shadow.drift
         self._spawn(self._sweep())
+
+    def _started(self) -> list[Instance | Shadow]:
+        return [*self.instances, *([] if self._shadow is None else [self._shadow])]
 
     def _instance(self, number: int) -> Instance:
         settings = instance_settings(self.path, self.layout, number, self.trust)
@@ -114,7 +129,13 @@ class Deployment:
         self.batcher.put(item)
         self._work.set()
         self._pump()
-        return await item.future
+        answer = await item.future
+        if self._shadow is not None and self._shadow.drawn():
+            self._loop.call_soon(self._shadow.compare, call, answer)  # after the answer has been written
+        if now >= self._next_look and self.metrics.inputs is not None:
+            self._next_look = now + LOOK_S
+            self._loop.call_soon(self.metrics.inputs.add, call.tensors)
+        return answer
 
     def _pump(self) -> None:
         """Give batches to free instances."""
@@ -234,7 +255,7 @@ class Deployment:
             _refuse(item, Refusal(503, "The server stopped before the request was computed.", 1))
         for instance in self.instances:
             instance.batch = []
-        await asyncio.gather(*[instance.stop() for instance in self.instances])
+        await asyncio.gather(*[one.stop() for one in self._started()])
 
 
 def instance_settings(path: pathlib.Path, layout: Layout, number: int, trust: bool) -> dict[str, Any]:

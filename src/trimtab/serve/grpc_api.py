@@ -135,7 +135,8 @@ class Service:
         else:
             found = list(self._repository.deployments())
         statistics = [one.metrics.statistics() for one in found]
-        return {"model_stats": [{key: value for key, value in one.items() if key != "batch_stats"} for one in statistics]}
+        beside = ("batch_stats", "shadow", "input_drift")  # the last two are no part of the protocol's message
+        return {"model_stats": [{key: value for key, value in one.items() if key not in beside} for one in statistics]}
 
     async def _index(self, request: Any) -> dict[str, Any]:
         return {"models": self._repository.index(request.ready)}
@@ -171,7 +172,7 @@ class Service:
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
         model = self._repository.model(request.model_name)
-        deployment = model.serving(request.model_version or None)
+        deployment = model.taking(request.model_version or None)
         interface = deployment.interface
         assert interface is not None
         start = time.perf_counter()

@@ -91,7 +91,7 @@ class Application:
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
         model = self._repository.model(words[0])
-        deployment = model.serving(_version_in(words[1:]))
+        deployment = model.taking(_version_in(words[1:]))
         assert deployment.interface is not None
         facts |= {"model": model.name, "version": deployment.metrics.version}
         try:

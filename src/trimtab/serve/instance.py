@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from trimtab._internal.user_code import user_code
 from trimtab.artifact.artifact import Artifact, load, open_artifact, replay
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.core.backend import Executable
-from trimtab.core.signature import Dim, Signature
+from trimtab.core.signature import Dim, Signature, TensorSpec
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
 from trimtab.serve.frames import PREFIX, aligned, pack
 from trimtab.serve.protocol import DATATYPES
@@ -29,6 +29,22 @@ from trimtab.tensors.structure import flatten, unflatten
 
 WARM_CALLS = 2
 """Calls with the largest batch before an instance is ready."""
+
+
+class Caller:
+    """Calls an executable with flat tensors. A batch that its runtime does not take is split and padded."""
+
+    def __init__(self, executable: Executable, signature: Signature) -> None:
+        self._executable, self._signature = executable, signature
+        self._padded = PaddedExecutable(executable, _any_batch(signature) if joinable(signature) else signature)
+
+    def __call__(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The outputs."""
+        with user_code("The model failed"):
+            if self._signature.fits(leaves):
+                return self._executable.run(leaves)
+            args, kwargs = unflatten(self._signature.input_structure, leaves)
+            return flatten(self._padded(*args, **kwargs), "the output")[0]
 
 
 class Served:
@@ -43,11 +59,8 @@ class Served:
         self.signature = self.artifact.manifest.signature
         refuse_signature(self.signature)
         self.executable: Executable = load(path, trust=trust, threads=threads)
-        self._dtypes = [getattr(torch, spec.dtype) for spec in self.signature.inputs]
-        self._itemsizes = [dtype.itemsize for dtype in self._dtypes]
-        self._padded = PaddedExecutable(self.executable, self.signature)
-        if joinable(self.signature):
-            self._padded = PaddedExecutable(self.executable, _any_batch(self.signature))
+        self.call = Caller(self.executable, self.signature)
+        self._dtypes = dtypes_of(self.signature.inputs)
 
     def prove(self) -> None:
         """Replay the test vectors. Raises ``IntegrityError`` if an output is out of its tolerance."""
@@ -62,24 +75,9 @@ class Served:
             return leaves
         return [leaf.index_select(0, torch.arange(rows) % leaf.shape[0]) for leaf in leaves]
 
-    def __call__(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The outputs. A batch that the runtime does not take is split and padded."""
-        with user_code("The model failed"):
-            if self.signature.fits(leaves):
-                return self.executable.run(leaves)
-            args, kwargs = unflatten(self.signature.input_structure, leaves)
-            return flatten(self._padded(*args, **kwargs), "the output")[0]
-
     def tensors(self, body: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The inputs in a received body, without copies."""
-        found, offset = [], 0
-        for shape, dtype, itemsize in zip(shapes, self._dtypes, self._itemsizes, strict=True):
-            size = itemsize
-            for length in shape:
-                size *= length
-            found.append(body[offset : offset + size].view(dtype).reshape(tuple(shape)))
-            offset += aligned(size)
-        return found
+        return tensors_in(body, shapes, self._dtypes)
 
     def description(self) -> dict[str, Any]:
         """What the front process must know about the model."""
@@ -102,18 +100,48 @@ class Served:
             "platform": f"trimtab_{manifest.recipe['backend']['name']}",
             "threads": self.executable.settings.threads,
             "example": {"shapes": shapes, "data": example},
+            "known": self._known(),
             "card": _card(self.artifact),
         }
+
+    def _known(self) -> list[dict[str, float] | None]:
+        """Range, mean and standard deviation of the finite values of each input over all test vectors."""
+        cases = self.artifact.golden().cases
+        whole = [torch.cat([case.inputs[i].flatten() for case in cases]) for i in range(len(self.signature.inputs))]
+        values = [leaf.double()[leaf.double().isfinite()] for leaf in whole]
+        return [
+            {"low": float(v.min()), "high": float(v.max()), "mean": float(v.mean()), "std": float(v.std(correction=0))}
+            if v.numel()
+            else None
+            for v in values
+        ]
 
     def rate(self, rows: int, seconds: float) -> float:
         """Rows per second of calls with ``rows`` rows one after another for ``seconds``."""
         leaves = self.rows_of_example(rows)
-        self(leaves)
+        self.call(leaves)
         start, calls = time.perf_counter(), 0
         while (elapsed := time.perf_counter() - start) < seconds or calls < 3:
-            self(leaves)
+            self.call(leaves)
             calls += 1
         return rows * calls / elapsed
+
+
+def dtypes_of(specs: Iterable[TensorSpec]) -> list[torch.dtype]:
+    """torch's dtypes of ``specs``."""
+    return [getattr(torch, spec.dtype) for spec in specs]
+
+
+def tensors_in(body: torch.Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """The tensors in a received body, without copies."""
+    found, offset = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        found.append(body[offset : offset + size].view(dtype).reshape(tuple(shape)))
+        offset += aligned(size)
+    return found
 
 
 def output_names(signature: Signature) -> list[str]:
@@ -183,7 +211,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _send(connection: socket.socket, head: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+def send(connection: socket.socket, head: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+    """Send a frame."""
     parts = [[as_bytes(tensor)] for tensor in tensors]
     buffers = [part for part in pack(head, parts) if len(part)]
     while buffers:
@@ -204,8 +233,8 @@ def _receive(connection: socket.socket, target: memoryview) -> bool:
     return True
 
 
-def serve(connection: socket.socket, served: Served) -> None:
-    """Answer frames until the front process closes the connection."""
+def frames(connection: socket.socket) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Heads and bodies until the front process closes the connection. A body is valid until the next one is asked for."""
     prefix, room = bytearray(PREFIX.size), torch.empty(1 << 16, dtype=torch.uint8)
     while _receive(connection, memoryview(prefix)):
         length, size = PREFIX.unpack(prefix)
@@ -214,18 +243,23 @@ def serve(connection: socket.socket, served: Served) -> None:
             room = torch.empty(size, dtype=torch.uint8)
         if not _receive(connection, memoryview(text)) or not _receive(connection, room.numpy().data[:size]):
             return
-        head = json.loads(text)
+        yield json.loads(text), room
+
+
+def serve(connection: socket.socket, served: Served) -> None:
+    """Answer frames until the front process closes the connection."""
+    for head, room in frames(connection):
         if "rows" in head:
-            _send(connection, {"id": head["id"], "rate": served.rate(head["rows"], head["seconds"])})
+            send(connection, {"id": head["id"], "rate": served.rate(head["rows"], head["seconds"])})
             continue
         start = time.perf_counter()
         try:
-            outputs = served(served.tensors(room, head["shapes"]))
+            outputs = served.call(served.tensors(room, head["shapes"]))
         except TrimtabError as error:
-            _send(connection, {"id": head["id"], "error": str(error), "input": isinstance(error, UsageError)})
+            send(connection, {"id": head["id"], "error": str(error), "input": isinstance(error, UsageError)})
             continue
         took = time.perf_counter() - start
-        _send(connection, {"id": head["id"], "compute": took, "shapes": [list(tensor.shape) for tensor in outputs]}, outputs)
+        send(connection, {"id": head["id"], "compute": took, "shapes": [list(tensor.shape) for tensor in outputs]}, outputs)
 
 
 def main(descriptor: int, settings: dict[str, Any]) -> None:
@@ -240,11 +274,11 @@ def main(descriptor: int, settings: dict[str, Any]) -> None:
         served.prove()
         leaves = served.rows_of_example(settings["rows"])
         for _ in range(WARM_CALLS):
-            served(leaves)
+            served.call(leaves)
     except TrimtabError as error:
-        _send(connection, {"refused": type(error).__name__, "message": str(error)})
+        send(connection, {"refused": type(error).__name__, "message": str(error)})
         return
-    _send(connection, {"ready": served.description()})
+    send(connection, {"ready": served.description()})
     serve(connection, served)
 
 

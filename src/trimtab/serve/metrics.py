@@ -13,11 +13,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trimtab.serve.canary import Trial
+from trimtab.serve.drift import LABELS, InputDrift, OutputDrift, drift_metrics
+
 SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1.0, 2.5, 5.0))
 """Upper bounds of the latency histograms: 0.1 ms to 50 s."""
 ROWS = tuple(2.0**power for power in range(11))
 OUTCOMES = {200: "ok", 400: "bad_request", 500: "failed", 503: "refused", 504: "deadline"}
-LABELS = ("model", "version")
 
 
 class Histogram:
@@ -53,6 +55,11 @@ class ModelMetrics:
         self.requests: collections.Counter[str] = collections.Counter()
         self.total, self.queue, self.compute, self.rest = (Histogram(SECONDS) for _ in range(4))
         self.rows, self.batch_compute = Histogram(ROWS), Histogram(SECONDS)
+        self.outputs: OutputDrift | None = None
+        """Errors against the reference, with ``--shadow``."""
+        self.inputs: InputDrift | None = None
+        self.trial: Trial | None = None
+        """Outcomes since the start of a trial of a new version."""
         self.restarts = 0
         self.last_ms = 0
 
@@ -64,10 +71,14 @@ class ModelMetrics:
         self.compute.add(compute_s)
         self.rest.add(max(total_s - queue_s - compute_s, 0.0))
         self.last_ms = int(time.time() * 1000)
+        if self.trial is not None:
+            self.trial.add(total_s)
 
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self.requests[OUTCOMES.get(status, "bad_request")] += 1
+        if self.trial is not None and status >= 500:
+            self.trial.failed += 1
 
     def batch(self, rows: int, compute_s: float) -> None:
         """Count a batch that an instance has computed."""
@@ -99,6 +110,8 @@ class ModelMetrics:
                 "cache_miss": nothing,
             },
             "batch_stats": [],
+            **({} if self.outputs is None else {"shadow": self.outputs.statistics()}),
+            **({} if self.inputs is None else {"input_drift": self.inputs.statistics()}),
         }
 
 
@@ -138,6 +151,7 @@ class Figures(Collector):
             for family, histogram in zip(histograms.values(), kinds, strict=True):
                 family.add_metric(labels, histogram.buckets(), histogram.sum)
         yield from (requests, restarts, depth, ready, *histograms.values())
+        yield from drift_metrics([(one.model, one.version, one.outputs, one.inputs) for one, _, _ in found])
         yield from self._of_processes(found)
 
     def _of_processes(self, found: list[tuple[ModelMetrics, int, list[int]]]) -> Iterator[Metric]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab._internal.units import megabytes, seconds
+from trimtab._internal.units import fraction, megabytes, seconds
 from trimtab.errors import ArtifactError, UsageError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -39,6 +40,14 @@ class Options:
     memory_mb: float | None = None
     """Most memory of the instances of one model."""
     max_body_mb: float = 64.0
+    shadow: float = 0.0
+    """Share of the requests that are compared with the reference."""
+    shadow_from: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
+    """Name of a model -> folder of the artifact that is its reference; without one, the original that travels with it."""
+    canary: float = 0.0
+    """Share of the requests that a new version gets before it takes over; 0: it takes over at once."""
+    canary_time_s: float = 60.0
+    """How long the versions are compared."""
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = 8001
@@ -53,11 +62,14 @@ class Options:
 
 UNITS = {
     **{"max_wait": ("max_wait_s", seconds), "deadline": ("deadline_s", seconds), "p99": ("p99_s", seconds)},
+    "canary_time": ("canary_time_s", seconds),
     **{"max_body": ("max_body_mb", megabytes), "memory": ("memory_mb", megabytes)},
 }
 COUNTS = {"instances": 1, "batch": 1, "threads": 1, "queue": 1, "port": 0, "grpc_port": 0}
 """Options that are whole numbers, and the smallest of each."""
+SHARES = ("shadow", "canary")
 TEXTS = ("host", "token_file", "tls_cert", "tls_key")
+LISTS = ("shadow_from",)
 FLAGS = ("trust", "no_grpc", "log_requests")
 TABLE = "models"
 
@@ -73,8 +85,8 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     table = given.pop(TABLE, {})
     if not isinstance(table, dict) or not all(isinstance(path, str) for path in table.values()):
         raise UsageError(f"{config}: [models] holds lines such as digits = {EXAMPLE!r}.")
-    if unknown := sorted(set(given) - set(UNITS) - set(COUNTS) - set(TEXTS) - set(FLAGS)):
-        known = ", ".join(sorted([*UNITS, *COUNTS, *TEXTS, *FLAGS, TABLE]))
+    if unknown := sorted(set(given) - set(UNITS) - set(COUNTS) - set(SHARES) - set(TEXTS) - set(LISTS) - set(FLAGS)):
+        known = ", ".join(sorted([*UNITS, *COUNTS, *SHARES, *TEXTS, *LISTS, *FLAGS, TABLE]))
         raise UsageError(f"{config}: there is no option {unknown[0]!r}. Known: {known}.")
     given |= {name: value for name, value in flags.items() if value is not None and value is not False}
     words = [*models] if models else [f"{name}={path}" for name, path in table.items()]
@@ -88,9 +100,25 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     if given.pop("no_grpc", False) is True:
         values["grpc_port"] = None
         given.pop("grpc_port", None)
+    values["shadow_from"] = _references(given.pop("shadow_from", []), values["models"])
     for name, value in given.items():
         values |= _value(name, value)
+    if values["shadow_from"] and "shadow" not in values:
+        raise UsageError("shadow-from names a reference, but no request is compared with it. Give a share: --shadow 1%.")
     return Options(**values, **_secrets(files))
+
+
+def _references(words: Any, models: Mapping[str, pathlib.Path]) -> dict[str, pathlib.Path]:
+    """Name of a model -> its reference, from ``ARTIFACT`` (of the only model) or ``NAME=ARTIFACT``."""
+    found = dict[str, pathlib.Path]()
+    for word in [words] if isinstance(words, str) else words:
+        name, equals, path = str(word).partition("=")
+        if not equals and len(models) > 1:
+            raise UsageError(f"shadow-from is {word!r}; several models are served. Name one: {next(iter(models))}={word}.")
+        if equals and name not in models:
+            raise UsageError(f"shadow-from names the model {name!r}, which is not served. Served: {', '.join(models)}.")
+        found[name if equals else next(iter(models))] = pathlib.Path(path if equals else word)
+    return found
 
 
 def _file(config: pathlib.Path) -> dict[str, Any]:
@@ -114,6 +142,11 @@ def _value(name: str, value: Any) -> dict[str, Any]:
         if type(value) is not int or value < COUNTS[name]:
             raise UsageError(f"{shown} is {value!r}; it is a whole number from {COUNTS[name]} up.")
         return {name: value}
+    if name in SHARES:
+        share = fraction(value, shown) if isinstance(value, str) else math.nan
+        if not 0 < share <= 1:
+            raise UsageError(f"{shown} is {value!r}; it is a share of the requests, as text, such as '1%'.")
+        return {name: share}
     if not isinstance(value, str) or not value:
         raise UsageError(f"{shown} is {value!r}; it is a text.")
     return {name: value}

@@ -45,7 +45,7 @@ class Replica:
             for tensor in call.tensors:
                 room += bytes(tensor) + bytes(aligned(len(tensor)) - len(tensor))
             received = torch.frombuffer(room, dtype=torch.uint8) if room else torch.empty(0, dtype=torch.uint8)
-            outputs = self._served(self._served.tensors(received, call.shapes))
+            outputs = self._served.call(self._served.tensors(received, call.shapes))
         except Refusal as refusal:
             return _error(refusal.status, refusal.sentence)
         except TrimtabError as error:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pathlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trimtab.serve.canary import Trial, tried
 from trimtab.serve.connection import Instance, StartError
 from trimtab.serve.deployment import Deployment, Layout, instance_settings
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Refusal
+from trimtab.serve.shadow import Shadow
 from trimtab.serve.tuning import Tuning, tuned
 
 Log = Callable[..., None]
@@ -24,13 +27,16 @@ class Model:
     def __init__(self, name: str, path: pathlib.Path, options: Options, log: Log) -> None:
         self.name, self.path = name, path
         self.active: Deployment | None = None
+        self.canary: Deployment | None = None
+        """A new version on trial, which gets a share of the requests."""
         self.version = 0
+        self.draining = False
         self.reason = ""
         """Why no version serves, or why the last load failed."""
         self.retiring: list[Deployment] = []
         self.tuning: Tuning | None = None
         self._options, self._log = options, log
-        self._lock = asyncio.Lock()
+        self._lock, self._newest = asyncio.Lock(), 0
 
     @property
     def state(self) -> str:
@@ -40,13 +46,14 @@ class Model:
         return "READY" if self.active.ready else "UNAVAILABLE"
 
     async def load(self) -> None:
-        """Start a new version beside the one that serves, switch to it when it is ready, and drain the old one.
+        """Start a new version beside the one that serves, switch to it when it is ready, and drain the old one. With
+        ``--canary`` it is tried first, on a share of the requests.
 
         Raises:
-            StartError: the new version did not become ready; the old one serves on.
+            StartError: the new version did not become ready, or was withdrawn after its trial; the old one serves on.
         """
         async with self._lock:
-            options, version = self._options, self.version + 1
+            options, version = self._options, self._newest + 1
             layout = self.active.layout if self.active is not None else await self._layout()
             deployment = Deployment(
                 self.path,
@@ -56,16 +63,51 @@ class Model:
                 trust=options.trust,
                 queue=options.queue,
                 max_wait_s=options.max_wait_s,
+                shadow=self._shadow(),
             )
+            sentence = ""
             try:
                 await deployment.start()
+                self._newest = version
+                if self.active is not None and options.canary:
+                    sentence = await self._try(self.active, deployment)
             except StartError as error:
                 self.reason = str(error)
                 self._log("version not loaded", model=self.name, version=str(version), reason=str(error))
                 raise
             old, self.active, self.version, self.reason = self.active, deployment, version, ""
-        self._log("version serves", model=self.name, version=str(version), instances=layout.instances)
+        why = {"reason": sentence} if sentence else {}
+        self._log("version serves", model=self.name, version=str(version), instances=layout.instances, **why)
         await self._retire(old)
+
+    async def _try(self, old: Deployment, new: Deployment) -> str:
+        """Send a share of the requests to ``new`` for a time. The sentence why it takes over.
+
+        Raises:
+            StartError: ``new`` is withdrawn, and was stopped.
+        """
+        options, version = self._options, new.metrics.version
+        trials = new.metrics.trial, old.metrics.trial = Trial(), Trial()
+        try:
+            if new.interface != old.interface:
+                raise StartError(
+                    "UsageError",
+                    "The new version has other inputs or outputs than the old one, so that they cannot be compared on the same "
+                    "requests. Start the server anew with it.",
+                )
+            self.canary, share = new, f"{100 * options.canary:g}%"
+            self.reason = f"Version {version} gets {share} of the requests for {options.canary_time_s:g} s."
+            self._log("canary", model=self.name, version=version, share=share, seconds=options.canary_time_s)
+            decision = await tried(*trials, options.canary_time_s, lambda: self.draining)
+            if not decision.takes_over:
+                raise StartError("UsageError", decision.sentence)
+        except BaseException:  # cancelled, too: no process is left
+            self.canary = None
+            await self._retire(new)
+            raise
+        finally:
+            self.canary = new.metrics.trial = old.metrics.trial = None
+        return decision.sentence
 
     async def _layout(self) -> Layout:
         """The layout that the options state, or that was measured to be best."""
@@ -74,6 +116,12 @@ class Model:
             return Layout(options.instances, options.threads, options.batch)
         self.tuning = await tuned(self.path, options, self._to_measure, self._log)
         return self.tuning.layout
+
+    def _shadow(self) -> Shadow | None:
+        options = self._options
+        if not options.shadow:
+            return None
+        return Shadow(self.path, options.shadow_from.get(self.name), options.shadow, trust=options.trust, log=self._log)
 
     def _to_measure(self, layout: Layout) -> Instance:
         settings = instance_settings(self.path, dataclasses.replace(layout, rows=1), 0, self._options.trust)
@@ -99,6 +147,8 @@ class Model:
         Raises:
             Refusal: 404 for another version, or if none is loaded; 503 while one is being loaded.
         """
+        if self.canary is not None and version == self.canary.metrics.version:
+            return self.canary
         if version is not None and version != str(self.version):
             raise Refusal(404, f"There is no version {version!r} of {self.name}; {self.version} is served.")
         if self.active is None:
@@ -106,6 +156,16 @@ class Model:
                 raise Refusal(503, f"The model {self.name} is being loaded.", 2)
             raise Refusal(404, f"The model {self.name} is not loaded: {self.reason or 'nothing was loaded yet'}.")
         return self.active
+
+    def taking(self, version: str | None = None) -> Deployment:
+        """The version that gets the next request: the one that serves, or its share of the times the one on trial.
+
+        Raises:
+            Refusal: as :meth:`serving`.
+        """
+        if version is None and self.canary is not None and self.canary.ready and random.random() < self._options.canary:
+            return self.canary
+        return self.serving(version)
 
 
 class Repository:
@@ -157,7 +217,7 @@ class Repository:
     def deployments(self) -> Iterator[Deployment]:
         """Every version that runs."""
         for model in self.models.values():
-            yield from ([] if model.active is None else [model.active])
+            yield from [one for one in (model.active, model.canary) if one is not None]
             yield from model.retiring
 
     def figures(self) -> Iterator[tuple[ModelMetrics, int, list[int]]]:
@@ -168,6 +228,8 @@ class Repository:
     async def drain(self) -> None:
         """Take no further requests, and wait until all accepted ones are answered."""
         self.draining = True
+        for model in self.models.values():
+            model.draining = True
         await asyncio.gather(*[deployment.drain() for deployment in self.deployments()])
 
     async def stop(self) -> None:

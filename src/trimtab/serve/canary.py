@@ -1,0 +1,123 @@
+"""A new version on trial: errors and latency beside those of the version that serves, and the decision."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Callable
+
+from trimtab.core.measurement import Interval
+from trimtab.measure.quantiles import normal_quantile, t_quantile
+
+SLOWER = 1.1
+"""A new version is withdrawn if its latency is surely above this multiple of the old one's."""
+LOOK_S = 0.1
+EARLY_LEAST, EARLY_CONFIDENCE = 20, 0.999
+"""Requests from which on, and confidence with which, more errors end the trial before its time; it is looked at many times."""
+
+
+class Trial:
+    """The outcomes of one version's requests during a trial."""
+
+    def __init__(self) -> None:
+        self.answered = self.failed = 0
+        """Answers with 200, and with 500, 503 or 504."""
+        self._sum = self._squares = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count an answer."""
+        logarithm = math.log(max(seconds, 1e-9))
+        self.answered += 1
+        self._sum += logarithm
+        self._squares += logarithm * logarithm
+
+    @property
+    def requests(self) -> int:
+        """Answers and failures."""
+        return self.answered + self.failed
+
+    @property
+    def mean(self) -> float:
+        """Mean of the logarithm of the latency."""
+        return self._sum / self.answered
+
+    @property
+    def error(self) -> float:
+        """Squared standard error of :attr:`mean`."""
+        spread = max(self._squares - self._sum * self.mean, 0.0) / (self.answered - 1)
+        return spread / self.answered
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Whether the new version takes over, and why, as a sentence."""
+
+    takes_over: bool
+    sentence: str
+
+
+def more_errors(new: Trial, old: Trial, confidence: float = 0.95) -> Interval:
+    """The share of failed requests of ``new`` minus that of ``old``; Newcombe's hybrid score interval."""
+    z = normal_quantile(0.5 + confidence / 2)
+    (p, low, high), (q, below, above) = _wilson(new.failed, new.requests, z), _wilson(old.failed, old.requests, z)
+    return Interval(p - q, p - q - math.hypot(p - low, above - q), p - q + math.hypot(high - p, q - below))
+
+
+def _wilson(count: int, n: int, z: float) -> tuple[float, float, float]:
+    """A share and the bounds of its score interval."""
+    if not n:
+        return 0.0, 0.0, 1.0
+    share, centre = count / n, (count + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(n * share * (1 - share) + z * z / 4)
+    return share, min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share)
+
+
+def latency_ratio(new: Trial, old: Trial) -> Interval | None:
+    """The geometric mean latency of ``new`` over that of ``old``, with Welch's interval; ``None`` for too few answers."""
+    if min(new.answered, old.answered) < 2:
+        return None
+    parts, ratio = (new.error, old.error), new.mean - old.mean
+    total = sum(parts)
+    weights = sum(part * part / (one.answered - 1) for part, one in zip(parts, (new, old), strict=True))
+    half = t_quantile(0.975, max(total * total / weights, 1.0)) * math.sqrt(total) if total and weights else 0.0
+    return Interval(math.exp(ratio), math.exp(ratio - half), math.exp(ratio + half))
+
+
+def decide(new: Trial, old: Trial, *, early: bool = False) -> Decision | None:
+    """The decision after a trial. ``early``: only more errors, of which there is no doubt; else ``None``."""
+    if early:
+        surely = new.requests >= EARLY_LEAST and more_errors(new, old, EARLY_CONFIDENCE).low > 0
+        return decide(new, old) if surely else None
+    errors, latency = more_errors(new, old), latency_ratio(new, old)
+    found = (
+        f"{new.requests} requests against {old.requests} of the old version; errors {_percent(new)} against {_percent(old)}, "
+        f"difference {100 * errors.low:+.2g} to {100 * errors.high:+.2g} points"
+    )
+    if latency is not None:
+        found += f"; latency {latency.value:.3g} times (95% interval {latency.low:.3g} to {latency.high:.3g}) the old one's"
+    if errors.low > 0:
+        return Decision(False, f"The new version is withdrawn, as it fails more often: {found}.")
+    if latency is not None and latency.low > SLOWER:
+        return Decision(False, f"The new version is withdrawn, as it is more than {SLOWER:g} times as slow: {found}.")
+    doubt = " Too few answers to compare the latency." if latency is None else ""
+    return Decision(True, f"The new version takes over, as nothing speaks against it: {found}.{doubt}")
+
+
+def _percent(trial: Trial) -> str:
+    return f"{100 * trial.failed / max(trial.requests, 1):.2g}%"
+
+
+async def tried(new: Trial, old: Trial, seconds: float, stopping: Callable[[], bool]) -> Decision:
+    """Wait for ``seconds`` while both versions serve, then decide; earlier if the new one surely fails more often."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while loop.time() < end:
+        if stopping():
+            return Decision(False, "The new version is withdrawn, as the server stops.")
+        if (decision := decide(new, old, early=True)) is not None:
+            return decision
+        await asyncio.sleep(min(LOOK_S, max(end - loop.time(), 0.0)))
+    decision = decide(new, old)
+    assert decision is not None
+    return decision

@@ -1,0 +1,131 @@
+"""A new version gets a share of the requests before it takes over, with real processes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pathlib
+import random
+import shutil
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _serving import Net, Server, write
+
+from trimtab.serve.canary import Trial, decide, latency_ratio, more_errors
+
+FLAGS = ["--instances", "1", "--threads", "1", "--batch", "8"]
+ROWS = np.full((1, 16), 200.0).tolist()
+
+
+class Fragile(Net):
+    """Fails where the first column is above 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(1, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Logits and class."""
+        found = super().forward(x)
+        return found | {"logits": found["logits"] + 0 * self.table((x[:, 0] > 100).long() * 9)}
+
+
+def until(server: Server, words: str) -> list[tuple[int, Any]]:
+    """Requests one after another until the server has logged ``words``: status and answer of each."""
+    found = []
+    while words not in server.text:
+        status, answer, _ = server.infer(ROWS)
+        found.append((status, answer))
+    return found
+
+
+def test_a_good_version_takes_over_after_its_trial(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(net, folder)
+    with Server(tmp_path / "log", str(folder), *FLAGS, "--canary", "30%", "--canary-time", "1s") as server:
+        assert server.infer(ROWS)[0] == 200
+        shutil.rmtree(folder)
+        write(folder, seed=1)
+        os.kill(server.process.pid, signal.SIGHUP)
+        found = until(server, '"version serves", "model": "net", "version": "2"')
+        assert {status for status, _ in found} == {200}
+        assert {answer["model_version"] for _, answer in found} == {"1", "2"}
+        assert "Version 2" not in server.ask("POST", "/v2/repository/index")[1][0]["reason"]
+        assert "takes over, as nothing speaks against it" in server.text
+        assert server.infer(ROWS)[1]["model_version"] == "2"
+        os.kill(server.process.pid, signal.SIGHUP)
+        until(server, '"canary", "model": "net", "version": "3"')
+        assert server.ask("GET", "/v2/models/net/versions/3")[1]["versions"] == ["3"]
+        assert server.stop() == 0  # in the middle of a trial: no process is left
+
+
+def test_a_version_that_fails_is_withdrawn_before_its_time(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(net, folder)
+    with Server(tmp_path / "log", str(folder), *FLAGS, "--canary", "50%", "--canary-time", "60s") as server:
+        shutil.rmtree(folder)
+        write(folder, model=Fragile())
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(server.ask, "POST", "/v2/repository/models/net/load")
+            found = until(server, "is withdrawn, as it fails more often")
+            status, answer, _ = loading.result()
+        assert status == 400
+        assert "withdrawn" in answer["error"]
+        assert {status for status, _ in found} == {200, 500}
+        assert [server.infer(ROWS)[0] for _ in range(10)] == [200] * 10
+        assert "withdrawn" in server.ask("POST", "/v2/repository/index")[1][0]["reason"]
+        while len(server.instances) > 1:
+            time.sleep(0.02)
+
+
+def test_a_version_with_another_signature_is_not_tried(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(net, folder)
+    with Server(tmp_path / "log", str(folder), *FLAGS, "--canary", "50%") as server:
+        shutil.rmtree(folder)
+        write(folder, model=torch.nn.Linear(8, 4), inputs=(torch.ones(2, 8),), dynamic={})
+        status, answer, _ = server.ask("POST", "/v2/repository/models/net/load")
+        assert (status, "other inputs or outputs" in answer["error"]) == (400, True)
+        assert server.infer(ROWS)[0] == 200
+
+
+def trial(answered: int, failed: int = 0, factor: float = 1.0) -> Trial:
+    draw, found = random.Random(answered), Trial()
+    for _ in range(answered):
+        found.add(factor * draw.uniform(0.009, 0.011))
+    found.failed = failed
+    return found
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "takes_over", "words"),
+    [
+        (trial(100), trial(2000), True, "nothing speaks against it: 100 requests against 2000"),
+        (trial(100, factor=1.05), trial(2000), True, "nothing speaks"),
+        (trial(100, factor=1.5), trial(2000), False, "more than 1.1 times as slow"),
+        (trial(90, failed=10), trial(2000, failed=2), False, "fails more often"),
+        (trial(99, failed=1), trial(1980, failed=20), True, "errors 1% against 1%"),
+        (trial(0), trial(0), True, "Too few answers"),
+        (trial(1), trial(50), True, "Too few answers"),
+    ],
+)
+def test_the_decision(new: Trial, old: Trial, takes_over: bool, words: str) -> None:
+    found = decide(new, old)
+    assert found is not None
+    assert (found.takes_over, words in found.sentence) == (takes_over, True), found
+
+
+def test_intervals_hold_the_value_and_shrink() -> None:
+    few, many = more_errors(trial(9, 1), trial(20)), more_errors(trial(900, 100), trial(10000))
+    assert few.low < 0 < few.value == 0.1 < few.high
+    assert 0 < many.low < many.value == 0.1 < many.high < few.high
+    ratio = latency_ratio(trial(50, factor=2.0), trial(50))
+    assert ratio is not None
+    assert ratio.low < 2.0 < ratio.high < 2.2
+    assert decide(trial(19, 0), trial(100), early=True) is None
+    assert decide(trial(10, 20), trial(100), early=True) is not None

@@ -1,0 +1,52 @@
+"""Load tests of a folder, and of two servers in turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import psutil
+import pytest
+from _serving import Server
+
+from trimtab.errors import UsageError
+from trimtab.serve.load_comparison import ROUNDS, compare_servers
+from trimtab.serve.load_test import Load
+from trimtab.serve.own_server import address_of
+
+
+def test_an_artifact_is_served_for_as_long_as_it_is_measured(
+    net: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    command = [sys.executable, "-m", "trimtab", "load-test", str(net), "--rate", "50", "--time", "1s", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"] == found["sent"] > 0
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(net) in (one.info["cmdline"] or [])]
+
+
+def test_an_artifact_that_cannot_be_served_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match="cannot be served"), address_of(str(tmp_path)):
+        raise AssertionError
+    assert not psutil.Process(os.getpid()).children()
+
+
+def test_two_servers_are_compared_in_turns(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    flags = ["--instances", "1", "--threads", "1", "--batch", "8"]
+    with (
+        Server(tmp_path / "a", str(net), *flags) as one,
+        Server(tmp_path / "b", str(net), *flags, "--max-wait", "50ms") as other,
+    ):
+        urls = [f"http://127.0.0.1:{server.port}" for server in (one, other)]
+        told = list[tuple[str, Load]]()
+        found = compare_servers(*urls, rate=40, seconds=3.0, told=lambda *facts: told.append(facts))
+        assert [url for url, _ in told[:4]] == [urls[0], urls[1], urls[1], urls[0]]
+        assert len(told) == 2 * ROUNDS
+        assert 1 < found.p50.low < found.p50.value < found.p50.high  # one of them waits for fuller batches
+        assert found.errors == ({}, {})
+        assert "second against first at 40/s, 10 periods each: p50" in str(found)
