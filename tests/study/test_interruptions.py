@@ -98,7 +98,7 @@ def test_studies_in_one_database_are_not_in_each_other_s_way(tmp_path) -> None:
 
 
 def test_impossible_limits_get_an_answer(tmp_path) -> None:
-    result = run(tmp_path, "def made(): return workload()", trials=2, limits=trimtab.Limits(max_drop=0.1, latency_ms=1e-6))
+    result = run(tmp_path, "def made(): return workload()", trials=1, limits=trimtab.Limits(max_drop=0.1, latency_ms=1e-6))
     assert result.status == "limits_not_met"
     assert result.best is None
     assert result.sentence.startswith("Nothing but the original was tried. Its latency of ")

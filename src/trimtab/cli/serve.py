@@ -73,18 +73,10 @@ def serve_command(
     """
     flags: dict[str, Any] = {
         **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue},
-        **{
-            "deadline": deadline,
-            "max_body": max_body,
-            "p99": p99,
-            "memory": memory,
-            "host": host,
-            "port": port,
-            "token_file": token_file,
-        },
+        **{"deadline": deadline, "max_body": max_body, "p99": p99, "memory": memory, "host": host, "port": port},
         **{"shadow": shadow, "shadow_from": shadow_from or None, "canary": canary, "canary_time": canary_time},
         **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "grpc_port": grpc_port, "no_grpc": no_grpc},
-        "log_requests": log_requests,
+        **{"token_file": token_file, "log_requests": log_requests},
     }
     options = late("serve.options").read_options(artifacts or [], flags, config)
     for package in PACKAGES:
