@@ -47,7 +47,7 @@ def load_test_command(
       trimtab load-test http://127.0.0.1:8000 --rate 200
       trimtab load-test http://127.0.0.1:8000 --find --p99 20ms --time 5s
       trimtab load-test runs/digits/artifact --rate 200
-      trimtab load-test http://127.0.0.1:8000 --vs http://127.0.0.1:9000 --rate 200
+      trimtab load-test http://127.0.0.1:8000 --vs http://127.0.0.1:9000 --rate 99
     """
     if (rate is None) != find:
         raise UsageError("Give either --rate, such as --rate 200, or --find.")
