@@ -97,3 +97,11 @@ class _neighbours:
         for each in self._running:
             each.send_signal(signal.SIGKILL)
             each.wait()
+
+
+def test_where_waiting_is_not_counted_the_number_of_threads_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every sample would count as undisturbed."""
+    monkeypatch.setattr("trimtab.measure.timer.waits", lambda pid: {})
+    one = LocalRunner(lambda: busy(2000), threads=1)
+    assert one.threads is None
+    assert compare(one, LocalRunner(lambda: busy(2000), threads=1), seconds=0.3).undisturbed is None

@@ -51,8 +51,8 @@ COMPUTE_S = 10.0
 GAP, SHIFT_PAGES, SHIFT_BLOCKS = 1 << 28, 2048, 512
 """Bytes of address space that are reserved without memory, and maximum pages and heap blocks, by which the memory of a fork is
 shifted."""
-MET: tuple[type[BaseException], ...] = (TrimtabError, SystemExit, *MODEL_ERRORS)
-"""Errors of a workload that is read."""
+READ_ERRORS: tuple[type[BaseException], ...] = (TrimtabError, SystemExit, *MODEL_ERRORS)
+"""Errors that reading a workload may raise."""
 _threads: list[int] = [torch.get_num_threads()]
 """The last is torch's number of threads in a fork: the default, or the number that the workload sets."""
 _reserved: list[mmap.mmap | bytearray] = []
@@ -126,7 +126,7 @@ def _warm(preload: pathlib.Path, step: str, channel: socket.socket) -> pathlib.P
         reason = "reading it starts threads, which other processes would lack"
     elif reason is None and not _computes():
         reason = "what it computes leaves threads or a GPU behind, which other processes cannot use"
-    if step == "workload":
+    if reason is not None or step == "workload":
         told = {"seconds": time.monotonic() - begun, "reason": reason}
         write_json(preload.with_name(PRELOADED), told)
     return None if reason else serve(channel)
@@ -138,7 +138,7 @@ def _read_workload(known: Mapping[str, Any]) -> str | None:
         try:
             with contextlib.redirect_stdout(nothing), contextlib.redirect_stderr(nothing):
                 preload_workload(known["workload"], known["weights"])
-        except MET as error:  # a worker that reads it reports the error
+        except READ_ERRORS as error:  # a worker that reads it reports the error
             return f"it cannot be read twice ({type(error).__name__}: {error})"
     return None
 

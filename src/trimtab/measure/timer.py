@@ -78,7 +78,8 @@ class LocalRunner:
         threads: int | None = None,
     ) -> None:
         self.pid = os.getpid()
-        self.threads = threads
+        # a system that does not count waiting cannot tell which samples were disturbed
+        self.threads = threads if waits(self.pid) else None
         self._call = call
         self._synchronize = synchronize
         self._before = before
