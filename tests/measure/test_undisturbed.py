@@ -72,8 +72,8 @@ def test_one_thread_beside_neighbours_is_measured_as_on_a_quiet_machine() -> Non
     one, two = LocalRunner(lambda: busy(4000), threads=1), LocalRunner(lambda: busy(8000), threads=1)
     with _neighbours(2 * len(os.sched_getaffinity(0))):
         found = compare(one, two, seconds=3.0, process_noise=0.0)
-    assert found.foreign > 0.3
     assert found.undisturbed is not None
+    assert found.undisturbed < 1.0
     assert found.ratio.value == pytest.approx(2.0, rel=0.1)
 
 
