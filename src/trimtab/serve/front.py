@@ -120,8 +120,8 @@ async def _load(repository: Repository, address: str) -> None:
             print("\n".join([f"{model.name}:", *model.tuning.lines()]))
         print(
             f"{model.name}: {'' if interface is None else interface.describe()}; {layout.instances} instance"
-            f"{'' if layout.instances == 1 else 's'}, {threads or 'all'} thread{'' if threads == 1 else 's'} each, batches of up "
-            f"to {layout.rows} rows"
+            f"{'' if layout.instances == 1 else 's'}, {threads or 'all'} thread{'' if threads == 1 else 's'} each, "
+            f"batches of up to {layout.rows} rows"
         )
     print(f"ready at {address}", flush=True)
 
