@@ -16,7 +16,7 @@ import pytest
 import torch
 from _serving import Net, Server, write
 
-from trimtab.serve.canary import Trial, decide, latency_ratio, more_errors
+from trimtab.serve.canary import Trial, Turns, decide, latency_ratio, more_errors
 
 FLAGS = ["--instances", "1", "--threads", "1", "--batch", "8"]
 ROWS = np.full((1, 16), 200.0).tolist()
@@ -39,6 +39,7 @@ def until(server: Server, words: str) -> list[tuple[int, Any]]:
     """Requests one after another until the server has logged ``words``: status and answer of each."""
     found = []
     while words not in server.text:
+        assert '"version not loaded"' not in server.text or "withdrawn" in words, server.text
         status, answer, _ = server.infer(ROWS)
         found.append((status, answer))
     return found
@@ -92,6 +93,23 @@ def test_a_version_with_another_signature_is_not_tried(net: pathlib.Path, tmp_pa
         status, answer, _ = server.ask("POST", "/v2/repository/models/net/load")
         assert (status, "other inputs or outputs" in answer["error"]) == (400, True)
         assert server.infer(ROWS)[0] == 200
+
+
+@pytest.mark.parametrize(("share", "rows"), [(0.05, 1), (0.3, 8), (0.5, 64), (0.9, 4), (0.99, 1)])
+def test_turns_keep_the_share_and_time_what_is_warm(share: float, rows: int) -> None:
+    new, old = Trial(), Trial()
+    turns = Turns(share, rows, new, old)
+    previous, run = None, 0
+    for _ in range(8000):
+        taken = turns.next_is_new()
+        run = run + 1 if taken == previous else 1
+        previous = taken
+        one = new if taken else old
+        assert run > 1 or not one.warm or 1 - share < 0.1  # the first of a turn is not timed
+        one.add(0.01)
+    assert new.answered / 8000 == pytest.approx(share, abs=0.03)
+    assert 0 < new.timed < new.answered
+    assert 0 < old.timed <= old.answered
 
 
 def trial(answered: int, failed: int = 0, factor: float = 1.0) -> Trial:

@@ -21,14 +21,20 @@ class Trial:
     """The outcomes of one version's requests during a trial."""
 
     def __init__(self) -> None:
-        self.answered = self.failed = 0
-        """Answers with 200, and with 500, 503 or 504."""
+        self.answered = self.failed = self.timed = 0
+        """Answers with 200; answers with 500, 503 or 504; answers whose latency counts."""
+        self.warm = True
+        """Whether the latency of answers counts. The first answers after the other version's turn are slower, by up to a half:
+        the caches hold the other version's weights."""
         self._sum = self._squares = 0.0
 
     def add(self, seconds: float) -> None:
         """Count an answer."""
-        logarithm = math.log(max(seconds, 1e-9))
         self.answered += 1
+        if not self.warm:
+            return
+        logarithm = math.log(max(seconds, 1e-9))
+        self.timed += 1
         self._sum += logarithm
         self._squares += logarithm * logarithm
 
@@ -40,13 +46,39 @@ class Trial:
     @property
     def mean(self) -> float:
         """Mean of the logarithm of the latency."""
-        return self._sum / self.answered
+        return self._sum / self.timed
 
     @property
     def error(self) -> float:
         """Squared standard error of :attr:`mean`."""
-        spread = max(self._squares - self._sum * self.mean, 0.0) / (self.answered - 1)
-        return spread / self.answered
+        spread = max(self._squares - self._sum * self.mean, 0.0) / (self.timed - 1)
+        return spread / self.timed
+
+
+class Turns:
+    """Which version gets the next request. Requests go to the versions in turns of many, so that both answer under the same
+    conditions: with each request drawn on its own, the version with fewer requests finds its caches cold and its batches small.
+    A version with 30% of the requests was 1.2 times, one with 10% was 1.4 times as slow as itself.
+
+    Args:
+        share: of the requests that go to the new version, above 0 and below 1.
+        rows: of the largest batch.
+        new, old: the outcomes of the two versions.
+    """
+
+    def __init__(self, share: float, rows: int, new: Trial, old: Trial) -> None:
+        self._warm_up = min(max(rows, 5), 20)
+        self._new, self._old = new, old
+        self._lengths = 2 * self._warm_up, round(2 * self._warm_up * (1 - share) / share)
+        self._at = 0
+
+    def next_is_new(self) -> bool:
+        """Whether the new version gets the next request. A trial begins with it."""
+        new = self._at < self._lengths[0]
+        position = self._at if new else self._at - self._lengths[0]
+        (self._new if new else self._old).warm = position >= min(self._warm_up, self._lengths[not new] // 2)
+        self._at = (self._at + 1) % sum(self._lengths)
+        return new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +107,11 @@ def _wilson(count: int, n: int, z: float) -> tuple[float, float, float]:
 
 def latency_ratio(new: Trial, old: Trial) -> Interval | None:
     """The geometric mean latency of ``new`` over that of ``old``, with Welch's interval; ``None`` for too few answers."""
-    if min(new.answered, old.answered) < 2:
+    if min(new.timed, old.timed) < 2:
         return None
     parts, ratio = (new.error, old.error), new.mean - old.mean
     total = sum(parts)
-    weights = sum(part * part / (one.answered - 1) for part, one in zip(parts, (new, old), strict=True))
+    weights = sum(part * part / (one.timed - 1) for part, one in zip(parts, (new, old), strict=True))
     half = t_quantile(0.975, max(total * total / weights, 1.0)) * math.sqrt(total) if total and weights else 0.0
     return Interval(math.exp(ratio), math.exp(ratio - half), math.exp(ratio + half))
 

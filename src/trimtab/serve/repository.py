@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pathlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trimtab.serve.canary import Trial, tried
+from trimtab.serve.canary import Trial, Turns, tried
 from trimtab.serve.connection import Instance, StartError
 from trimtab.serve.deployment import Deployment, Layout, instance_settings
 from trimtab.serve.metrics import ModelMetrics
@@ -33,6 +32,7 @@ class Model:
         self.draining = False
         self.reason = ""
         """Why no version serves, or why the last load failed."""
+        self._turns: Turns | None = None
         self.retiring: list[Deployment] = []
         self.tuning: Tuning | None = None
         self._options, self._log = options, log
@@ -95,6 +95,7 @@ class Model:
                     "The new version has other inputs or outputs than the old one, so that they cannot be compared on the same "
                     "requests. Start the server anew with it.",
                 )
+            self._turns = Turns(options.canary, new.layout.rows, *trials)
             self.canary, share = new, f"{100 * options.canary:g}%"
             self.reason = f"Version {version} gets {share} of the requests for {options.canary_time_s:g} s."
             self._log("canary", model=self.name, version=version, share=share, seconds=options.canary_time_s)
@@ -106,7 +107,7 @@ class Model:
             await self._retire(new)
             raise
         finally:
-            self.canary = new.metrics.trial = old.metrics.trial = None
+            self.canary = self._turns = new.metrics.trial = old.metrics.trial = None
         return decision.sentence
 
     async def _layout(self) -> Layout:
@@ -163,8 +164,9 @@ class Model:
         Raises:
             Refusal: as :meth:`serving`.
         """
-        if version is None and self.canary is not None and self.canary.ready and random.random() < self._options.canary:
-            return self.canary
+        if version is None and self.canary is not None and self._turns is not None and self._turns.next_is_new():
+            if self.canary.ready:
+                return self.canary
         return self.serving(version)
 
 
