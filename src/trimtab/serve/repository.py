@@ -164,9 +164,9 @@ class Model:
         Raises:
             Refusal: as :meth:`serving`.
         """
-        if version is None and self.canary is not None and self._turns is not None and self._turns.next_is_new():
-            if self.canary.ready:
-                return self.canary
+        on_trial = version is None and self._turns is not None and self._turns.next_is_new()
+        if on_trial and self.canary is not None and self.canary.ready:
+            return self.canary
         return self.serving(version)
 
 
