@@ -46,14 +46,12 @@ ROOMS = [
     "report",
     "serve",
     "probe",
-    "doctor",
     "testing",
     "api",
     "cli",
     "__main__",
 ]
-"""The import order: a module imports only from its own room and from those before it. ``probe`` and ``doctor`` are to
-come; ``__init__`` is above all."""
+"""The import order: a module imports only from its own room and from those before it. ``__init__`` is above all."""
 ONE_FILE_EACH = {"passes", "backends", "checks"}
 """Rooms with a file for each technique, runtime or finding, however many there are."""
 MOST_LOOSE, MOST_FILES, MOST_LINES = 6, 25, 500

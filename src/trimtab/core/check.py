@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from trimtab._internal.registry import Registry
 from trimtab.core.finding import Finding
@@ -14,9 +14,13 @@ from trimtab.hardware.environment import Environment
 class Check(Technique):
     """One rule about workloads: what is slow or risky, with evidence and a remedy."""
 
+    about: ClassVar[Literal["model", "script"]] = "model"
+    """What :meth:`run` reads: a model's :class:`~trimtab.evaluation.prepared_workload.Subject`, or the
+    :class:`~trimtab.core.evidence.ProbeRecord` of a script."""
+
     @abc.abstractmethod
     def run(self, subject: Any, environment: Environment) -> list[Finding]:
-        """The findings for ``subject``, a :class:`~trimtab.evaluation.prepared_workload.Subject`; empty if there are none.
+        """The findings for ``subject``, of the kind that :attr:`about` names; empty if there are none.
 
         Must not raise and must not measure. The caller measures the gain of a remedy, in fresh processes.
         """

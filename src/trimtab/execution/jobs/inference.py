@@ -424,7 +424,7 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
         try:
             with user_code(f"The check {name} failed"):
                 check = cls()
-                if "infer" in check.modes and check.blocked(subject.candidate) is None:
+                if check.about == "model" and "infer" in check.modes and check.blocked(subject.candidate) is None:
                     findings += check.run(subject, environment)
         except TrimtabError as error:
             failures.append(str(error))

@@ -1,0 +1,304 @@
+"""What a probe saw of a running script: frozen records that checks read. Makers in :mod:`trimtab.probe` fill them.
+
+Durations are in milliseconds per step unless the name says otherwise; ``site`` is ``train.py:35``, relative to the folder of
+the script where the file lies in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+Phase = Literal[
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "optimizer",
+    "zero_grad",
+    "synchronization",
+    "communication",
+    "logging",
+    "saving",
+    "other",
+]
+"""Exclusive phases of a step. ``data``: waiting for the loader; ``synchronization``: ``.item()``, ``.cpu()``, ``.numpy()``,
+``.tolist()`` and printing of tensors; ``other``: the script's own lines."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineRecord:
+    """A line of the script by the share of samples of the main thread that were in it, or below it."""
+
+    site: str
+    text: str
+    phase: Phase
+    share: float
+    """Of the time of a step, 0 to 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderRecord:
+    """A ``DataLoader`` that handed out batches."""
+
+    site: str
+    """Where it was made."""
+    dataset: str
+    """Class of the data set."""
+    iterable: bool = False
+    tensors: bool = False
+    """Whether the data set is a ``TensorDataset``, or a ``Subset`` of one, with torch's own collate function."""
+    batch_fetch: bool = False
+    """Whether ``dataset[places]`` gave, bit for bit and without a draw of random numbers, what collating single items gives."""
+    examples: int | None = None
+    """Length of the data set."""
+    batch_size: int | None = None
+    workers: int = 0
+    persistent: bool = False
+    prefetch: int | None = None
+    pin_memory: bool = False
+    batches: int = 0
+    """Batches handed out during steps."""
+    iterators: int = 0
+    """How often an iterator was made: epochs."""
+    start_ms: float = 0.0
+    """Median time to make an iterator and its workers, of one epoch."""
+    wait_ms: float = 0.0
+    """Mean wait for a batch."""
+    read_ms: float | None = None
+    """Mean time of reading and collating a batch in the process that does it, where that was seen."""
+    batch_bytes: int = 0
+    dtypes: tuple[str, ...] = ()
+    """Of the batch's tensors, such as ``float64``."""
+    padding: float | None = None
+    """Share of the positions of a batch that its attention mask, or its padding value, excludes."""
+    draws: bool = False
+    """Whether reading moved the random generators of Python, numpy or torch: other workers would change the examples."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerRecord:
+    """An optimizer that made steps."""
+
+    site: str
+    name: str
+    """Class, such as ``AdamW``."""
+    tensors: int
+    elements: int
+    kernel: Literal["fused", "foreach", "single", "own"]
+    """What torch runs for the flags as they stand; ``own`` for an optimizer that is not torch's."""
+    can_fuse: bool = False
+    ms: float = 0.0
+    """Of one ``step()``."""
+    steps: float = 1.0
+    """``step()`` calls per step of the record."""
+    zero_filled: float = 0.0
+    """``zero_grad(set_to_none=False)`` calls per step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModuleRecord:
+    """An outermost module that the script calls."""
+
+    name: str
+    """Class."""
+    parameters: int
+    dtype: str = "float32"
+    """Of its parameters; of most of them if they differ."""
+    inputs: tuple[str, ...] = ()
+    """Shapes and types of the tensors of its last call, such as ``float32[32, 3, 64, 64]``."""
+    convolutions: int = 0
+    """Two-dimensional convolutions, whose layout in memory matters."""
+    channels_last: float = 0.0
+    """Share of those whose weight lies in ``channels_last``."""
+    matrix_products: int = 0
+    """Linear layers, convolutions, attention and recurrent layers."""
+    recurrent: int = 0
+    attention: str | None = None
+    """``sdpa``, ``eager`` or another implementation of a transformers model."""
+    compiled: bool = False
+    training: bool = True
+    """Mode of its calls during steps."""
+    calls: float = 1.0
+    """Per step."""
+    forward_ms: float = 0.0
+    gradients_unused: float = 0.0
+    """Share of its calls that recorded a graph which no backward pass used."""
+    unused_ms: float = 0.0
+    """Of such calls per step, or per evaluation where there are no steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallRecord:
+    """Calls of one function from one line of the script."""
+
+    name: str
+    """``Tensor.item``, ``print``, ``SummaryWriter.add_scalar``, ``torch.save``, ``clip_grad_norm_``, ``torch.compile``, ..."""
+    site: str
+    calls: float
+    """Per step."""
+    ms: float
+    """Per step, all calls together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperatorRecord:
+    """An operator of torch over the profiled steps."""
+
+    name: str
+    calls: float
+    """Per step."""
+    ms: float
+    """Of its own, without operators within, per step."""
+    shapes: str = ""
+    flops: float = 0.0
+    """Floating-point operations per step; 0 if unknown."""
+    gbytes: float = 0.0
+    """GB (10**9 bytes) read and written per step; 0 if unknown."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecompileRecord:
+    """What ``torch.compile`` did after the warm-up."""
+
+    site: str
+    """The function that was compiled."""
+    reason: str
+    recompiles: int = 0
+    graph_breaks: int = 0
+    ms: float = 0.0
+    """Of compilation, in all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryRecord:
+    """Memory of the process over the steps, in MB (10**6 bytes)."""
+
+    peak_mb: float
+    at_start_mb: float
+    """Before the first step."""
+    growth_mb: float = 0.0
+    """Slope per step, after the warm-up."""
+    growth_low_mb: float = 0.0
+    """Lower bound of its 95% interval."""
+    rises: float = 0.0
+    """Share of the steps after which more memory was held than before."""
+    page_faults: float = 0.0
+    """Minor page faults per step."""
+    grows_at: str | None = None
+    """The line whose objects hold the growth, where it was found."""
+    lines: tuple[tuple[str, float], ...] = ()
+    """Lines of the script by MB that they allocated over the steps."""
+    curve: tuple[tuple[float, float], ...] = ()
+    """(ms since the begin of a step, MB) over one step."""
+    reserved_mb: float | None = None
+    """Reserved by torch's allocator on the GPU."""
+    allocated_mb: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedRecord:
+    """What one rank saw of distributed training."""
+
+    ranks: int
+    rank: int
+    kind: Literal["ddp", "fsdp", "data_parallel", "none"] = "none"
+    reductions: float = 0.0
+    """All-reduce rounds per update; above 1 under gradient accumulation without ``no_sync``."""
+    find_unused: bool = False
+    unused_found: bool = False
+    """Whether there were parameters without a gradient."""
+    skew_ms: float | None = None
+    """How much later than the first the last rank came to a reduction, median."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanRecord:
+    """A part of one step on the timeline."""
+
+    phase: Phase
+    start_ms: float
+    ms: float
+    depth: int = 0
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeRecord:
+    """All that a probe saw of one run of a script.
+
+    A step is one update of the parameters; for scripts without updates, one backward pass, one batch of the loader, or one call
+    of the model, as :attr:`anchor` says. Steps that hold an evaluation or the begin of an epoch count apart.
+    """
+
+    schema: ClassVar[int] = 1
+
+    command: tuple[str, ...]
+    anchor: Literal["optimizer", "backward", "batch", "forward"]
+    anchor_site: str
+    start_s: float
+    """Seconds from the start of the process to its first step."""
+    steps: int
+    """Steps that were measured."""
+    step_ms: float
+    """Mean time of a step, without what the probe itself costs."""
+    median_ms: float
+    probe_ms: float
+    """What the probe cost per step; it is in no other figure."""
+    times_ms: tuple[float, ...] = ()
+    """Of the measured steps, in order."""
+    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """:data:`Phase` -> ms per step. They add up to :attr:`step_ms`."""
+    run_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of the whole run that was watched: ``start``, ``steps``, ``epoch start``, ``evaluation``, ``saving``."""
+    finished: bool = False
+    """Whether the script ended by itself before enough steps were seen."""
+    exit_code: int | None = None
+
+    lines: tuple[LineRecord, ...] = ()
+    loaders: tuple[LoaderRecord, ...] = ()
+    optimizers: tuple[OptimizerRecord, ...] = ()
+    modules: tuple[ModuleRecord, ...] = ()
+    calls: tuple[CallRecord, ...] = ()
+    operators: tuple[OperatorRecord, ...] = ()
+    """The slowest first; of a run of their own under torch's profiler, whose figures are shares and not times of an undisturbed
+    step."""
+    operator_calls: float = 0.0
+    """Operators per step."""
+    small_operators: float = 0.0
+    """Share of the operators' time in those below 10 microseconds."""
+    recompiles: tuple[RecompileRecord, ...] = ()
+    memory: MemoryRecord | None = None
+    distributed: DistributedRecord | None = None
+    timeline: tuple[SpanRecord, ...] = ()
+    """The spans of one step of median length."""
+
+    threads: int = 1
+    """torch's threads within an operator."""
+    cores: int = 1
+    """That the process may use."""
+    cpu_share: float = 0.0
+    """CPU time of the process over wall time and :attr:`cores`, 0 to 1."""
+    others_share: float = 0.0
+    """CPU time of other processes likewise."""
+    device: str = "cpu"
+    """Of the model's parameters."""
+    flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Debugging switches that were on: ``anomaly mode``, ``deterministic algorithms``, ``profiler``, or an environment
+    variable, with the line that set it where that was seen."""
+    collector_ms: float = 0.0
+    """Of Python's garbage collector per step."""
+    losses: tuple[float, ...] = ()
+    """At each backward pass; without any, the mean absolute value of the model's first output per step."""
+
+    writes: tuple[str, ...] = ()
+    """Files that the script wrote, changed or removed; paths as it named them."""
+    network: tuple[str, ...] = ()
+    """``host:port`` of connections."""
+    children: tuple[str, ...] = ()
+    """Commands of processes that it started."""
+    contained: Literal["overlay", "guarded", "in place"] = "overlay"
+    """Where the writes went; see :mod:`trimtab.probe.containment`."""
+    notes: tuple[str, ...] = ()
+    """What could not be seen, and why, as sentences."""
