@@ -6,6 +6,7 @@ It loads the artifact, replays its test vectors, warms up, says that it is ready
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import torch
 from trimtab._internal.user_code import user_code
 from trimtab.artifact.artifact import Artifact, load, open_artifact, replay
 from trimtab.artifact.padded_batches import PaddedExecutable
+from trimtab.artifact.templates import LABELS
 from trimtab.core.backend import Executable
 from trimtab.core.signature import Dim, Signature, TensorSpec
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
@@ -154,15 +156,20 @@ def output_names(signature: Signature) -> list[str]:
 def _card(artifact: Artifact) -> dict[str, Any]:
     """The facts that the page shows."""
     manifest = artifact.manifest
-    names = ("speedup", "baseline_speedup", "latency_ms", "throughput", "baseline_score", "score", "drop", "size_mb", "peak_mb")
+    names = ("speedup", "against_tuned", "baseline_speedup", "latency_ms", "throughput", "baseline_score", "score", "drop")
+    evidence = {
+        name: manifest.evidence[name] for name in (*names, "size_mb", "peak_mb") if manifest.evidence.get(name) is not None
+    }
+    limits = {} if manifest.limits is None else dataclasses.asdict(manifest.limits)
     return {
         "workload": manifest.workload,
         "recipe": manifest.recipe_text,
         "created": manifest.created,
         "trimtab": manifest.trimtab,
         "cpu": manifest.environment.cpu,
-        "evidence": {name: manifest.evidence[name] for name in names if manifest.evidence.get(name) is not None},
-        "limits": None if manifest.limits is None else str(manifest.limits),
+        "evidence": evidence,
+        "labels": {name: LABELS.get(name, name) for name in evidence},
+        "limits": {name: value for name, value in limits.items() if value is not None},
         "test_vectors": manifest.golden.cases,
         "tolerance": manifest.golden.tolerance,
         "signature": manifest.signature.describe(),
