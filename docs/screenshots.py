@@ -2,8 +2,8 @@
 
     python docs/screenshots.py [RUN [ARTIFACT]]
 
-RUN is the run folder of a study, runs/minilm by default (`make cast`); ARTIFACT is what the server serves, runs/digits/artifact by
-default (`make demo`). It needs playwright and a Chromium (apt-get install chromium-headless-shell).
+RUN is the run folder of a study, runs/minilm by default (`make cast`). ARTIFACT is what the server serves, runs/digits/artifact
+by default (`make demo`). It needs playwright and a Chromium (apt-get install chromium-headless-shell).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 
 from playwright.sync_api import Browser, sync_playwright
 
-from trimtab.errors import TrimtabError
+from trimtab.errors import ArtifactError, TrimtabError
 from trimtab.report import write
 from trimtab.serve.own_server import address_of
 
@@ -94,6 +94,8 @@ def main(run: pathlib.Path, artifact: pathlib.Path) -> int:
             print(f"{error} `make cast` makes the study in runs/minilm.", file=sys.stderr)
             code = 2
         try:
+            if not artifact.is_dir():
+                raise ArtifactError(f"There is no folder {artifact}.")
             with address_of(str(artifact), trust=True) as address:
                 for name in SERVING:
                     print(shoot_server(browser, address, name))
