@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_gzip_is_refused_with_a_sentence(server: Server) -> None:
 
 def test_half_precision_travels_in_both_protocols(server: Server) -> None:
     h = np.array([[1.5, -2, 65504 / 2]], "f2")
-    b = np.array([[0.5, -3, 128]], "f4")  # numpy has no bfloat16: tritonclient takes float32 for it
+    b = np.array([[0.5, -3, 128]], ml_dtypes.bfloat16)  # numpy itself has none
     with (
         tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.port}") as http,
         tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as grpc,
@@ -133,14 +134,17 @@ def test_half_precision_travels_in_both_protocols(server: Server) -> None:
             answer = client.infer("halves", inputs)
             assert answer.as_numpy("twice").dtype == np.float16
             np.testing.assert_array_equal(answer.as_numpy("twice"), h * 2)
-            np.testing.assert_array_equal(answer.as_numpy("more"), b + 1)
+            np.testing.assert_array_equal(answer.as_numpy("more").astype("f4"), (b + 1).astype("f4"))
     tensors = [
         {"name": "h", "shape": [1, 3], "datatype": "FP16", "data": h.tolist()},
-        {"name": "b", "shape": [1, 3], "datatype": "BF16", "data": b.tolist()},
+        {"name": "b", "shape": [1, 3], "datatype": "BF16", "data": b.astype("f4").tolist()},
     ]
     status, answer, _ = server.ask("POST", "/v2/models/halves/infer", {"inputs": tensors})
     assert status == 200
-    assert [output["data"] for output in answer["outputs"]] == [(h * 2).flatten().tolist(), (b + 1).flatten().tolist()]
+    assert [output["data"] for output in answer["outputs"]] == [
+        (h * 2).flatten().tolist(),
+        (b + 1).astype("f4").flatten().tolist(),
+    ]
 
 
 def test_text_is_refused_by_both_protocols_with_what_was_expected(server: Server) -> None:
@@ -153,7 +157,7 @@ def test_text_is_refused_by_both_protocols_with_what_was_expected(server: Server
         for kind, client in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
             inputs = [
                 kind.InferInput("h", [1, 3], "BYTES").set_data_from_numpy(text),
-                kind.InferInput("b", [1, 3], "BF16").set_data_from_numpy(np.zeros((1, 3), "f4")),
+                kind.InferInput("b", [1, 3], "BF16").set_data_from_numpy(np.zeros((1, 3), ml_dtypes.bfloat16)),
             ]
             with pytest.raises(InferenceServerException, match=sentence):
                 client.infer("halves", inputs)

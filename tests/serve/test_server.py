@@ -316,7 +316,7 @@ def test_the_openapi_document_has_every_route_and_its_example_is_answered(server
     document = server.ask("GET", "/openapi.json")[1]
     for path, methods in document["paths"].items():
         if "get" in methods:
-            assert server.ask("GET", path)[0] == 200, path
+            assert server.ask("GET", path.replace("{version}", "1"))[0] == 200, path
     body = document["paths"]["/v2/models/net/infer"]["post"]["requestBody"]["content"]["application/json"]["example"]
     status, answer, _ = server.ask("POST", "/v2/models/net/infer", body)
     assert (status, [output["name"] for output in answer["outputs"]]) == (200, ["logits", "class"])

@@ -50,6 +50,7 @@ def document(repository: Repository) -> dict[str, Any]:
         for word in ("load", "unload"):
             paths[f"/v2/repository/models/{model.name}/{word}"] = {"post": _operation(f"{word.capitalize()} it", 400, 403, 404)}
     paths["/v2/repository/index"] = {"post": _operation("State of every model", 400, 413)}
+    paths["/v2/repository/index"]["post"]["responses"]["200"]["content"]["application/json"]["schema"] = ROWS
     info = {"title": "trimtab: Open Inference Protocol v2", "version": importlib.metadata.version("trimtab")}
     found: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths}
     if repository.options.token is not None:
@@ -61,6 +62,7 @@ def document(repository: Repository) -> dict[str, Any]:
 
 
 VERSION = {"name": "version", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[0-9]+$"}}
+ROWS = {"type": "array", "items": {"type": "object"}}
 LENGTH = {
     "name": "Inference-Header-Content-Length",
     "in": "header",
