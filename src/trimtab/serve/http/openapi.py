@@ -160,7 +160,7 @@ def _shown(model: Model) -> dict[str, Any]:
         "test vectors": f"{card['test_vectors']}, replayed in each instance before it served",
         "runs as": f"{layout.instances} x {each}, batches of up to {layout.rows} rows",
         **{card["labels"][name]: _figure(value) for name, value in evidence.items() if name not in RATIOS},
-        "made": f"{card['created']} by trimtab {card['trimtab']} on {card['cpu']}",
+        "made": f"{card['created'][:16].replace('T', ' ')} UTC by trimtab {card['trimtab']} on {card['cpu']}",
     }
     fields = [
         {**_tensor(form), "shape": shape, "data": data}
@@ -226,7 +226,7 @@ def _bounds(value: Mapping[str, Any]) -> str:
 def _figure(value: Any) -> str:
     """A figure of the evidence as text: a measurement, an interval, or a plain value."""
     if isinstance(value, dict) and "median" in value:
-        return f"{value['median']:.3g} {value.get('unit', '')}, median of {value.get('n', 'some')} calls"
+        return f"{value['median']:.3g} {value.get('unit', '')}, median of {value.get('n', 0):,} calls"
     if isinstance(value, dict) and "value" in value and "low" in value:
         return f"{value['value']:.3g}" + (f" ({bounds})" if (bounds := _bounds(value)) else "")
     return f"{value:.4g}" if isinstance(value, float) else str(value)
