@@ -14,8 +14,8 @@ wrk is a package of Debian: apt-get install wrk.
 
 Targets: 5 times the requests of LitServe and 2.5 times those of the next best on `identity`; MiniLM at 0.9 of what the bare
 executable computes in a loop at its best batch; the MLP's compute per request at most 1.1 times the bare one's; a lone client
-waits at most 0.5 ms more than for the bare call; the idle server takes less than 1% of a CPU. The exit status is 1 if a target is
-missed.
+waits at most 0.5 ms more than for the bare call; the idle server takes less than 1% of a CPU. The exit status is 1 if a target
+is missed.
 """
 
 from __future__ import annotations
@@ -374,7 +374,8 @@ def show(model: str, medians: dict[str, dict[str, float]], runs: dict[str, list[
             more = f", lone {found['lone_ms']:.2f} ms, {found['rows']:.1f} rows a batch, {found['compute_ms']:.3f} ms a row"
         print(
             f"  {name:9} {found['rps']:8,.0f} requests/s ({min(rates):,.0f} to {max(rates):,.0f}), "
-            f"p50 {found['p50_ms']:7.2f} ms, p99 {found['p99_ms']:7.2f} ms, idle {found['idle']:.1%}, errors {found['errors']:.0f}{more}",
+            f"p50 {found['p50_ms']:7.2f} ms, p99 {found['p99_ms']:7.2f} ms, idle {found['idle']:.1%}, "
+            f"errors {found['errors']:.0f}{more}",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
 """An ONNX model behind another server, for ``benchmarks/serving.py``: ``python serving_peers.py KIND MODEL.onnx PORT``.
 
 Written as the tutorials of each server write it, with its own batching where it has one. Runs in the benchmark's own
-environment, which has no trimtab. Every server takes ``{"input name": nested list of one row, ...}`` and answers a list; one copy
-of the model, one thread.
+environment, which has no trimtab. Every server takes ``{"input name": nested list of one row, ...}`` and answers a list; one
+copy of the model, one thread.
 """
 
 from __future__ import annotations

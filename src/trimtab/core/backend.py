@@ -6,12 +6,9 @@ import abc
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trimtab._internal.registry import Registry
-from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import OperatorTime
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
@@ -19,6 +16,13 @@ from trimtab.core.technique import Technique
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.system import affinity
 from trimtab.tensors.structure import unflatten
+
+if TYPE_CHECKING:
+    import torch
+
+    from trimtab.core.candidate import Candidate
+else:
+    from trimtab.tensors import late_torch as torch
 
 
 class Executable(abc.ABC):

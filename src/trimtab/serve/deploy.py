@@ -23,7 +23,8 @@ import psutil
 import trimtab
 from trimtab.artifact.artifact import Artifact, open_artifact
 from trimtab.errors import UsageError
-from trimtab.serve import instance, triton
+from trimtab.serve import triton
+from trimtab.serve.instance.load import refuse_signature
 from trimtab.serve.options import Options
 
 KINDS = ("docker", "systemd", "kubernetes", "kserve", "triton", "ray")
@@ -63,7 +64,7 @@ def write(options: Options, kind: str, folder: pathlib.Path) -> list[pathlib.Pat
     artifacts = {name: open_artifact(path) for name, path in options.models.items()}
     for artifact in artifacts.values():
         artifact.check()
-        instance.refuse_signature(artifact.manifest.signature)
+        refuse_signature(artifact.manifest.signature)
         if artifact.manifest.native_code and not options.trust:
             raise UsageError(f"{artifact.path} holds machine code, which a server loads with --trust only. Add --trust.")
     files: dict[str, str | bytes] = {}

@@ -1,0 +1,116 @@
+"""The process of an instance: artifacts of ONNX Runtime and OpenVINO are served without torch, with the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _serving import Server, write
+
+from trimtab.artifact.artifact import Artifact, load
+from trimtab.core.signature import Dim
+from trimtab.errors import IntegrityError
+from trimtab.serve.connection import Instance
+from trimtab.serve.instance.load import loaded
+from trimtab.serve.instance.served import Served
+
+WITHOUT_TORCH = """
+import sys
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("torch is not installed here", name="torch")
+sys.meta_path.insert(0, Refuses())
+"""
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", "openvino"])
+def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return write(tmp_path_factory.mktemp(request.param) / "artifact", backend=request.param)
+
+
+def test_a_server_without_torch_gives_what_the_artifact_gives(
+    artifact: Artifact, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    assert subprocess.run([sys.executable, "-c", "import torch"], capture_output=True).returncode == 1
+    rows = np.random.default_rng(0).normal(size=(150, 16)).astype("f4")
+    with Server(tmp_path / "log", str(artifact.path), "--instances", "1", "--threads", "1", "--batch", "8") as running:
+        for count in (1, 3, 150):
+            status, answer, _ = running.infer(rows[:count].tolist())
+            assert status == 200
+            found = {output["name"]: np.reshape(output["data"], output["shape"]) for output in answer["outputs"]}
+            parts = [load(artifact.path)(torch.from_numpy(part)) for part in np.array_split(rows[:count], -(-count // 50))]
+            for name in ("logits", "class"):
+                want = np.concatenate([part[name].numpy() for part in parts])
+                np.testing.assert_allclose(found[name], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino"])
+def test_calls_in_arrays_are_calls_of_the_artifact(tmp_path: pathlib.Path, backend: str) -> None:
+    class Mixed(torch.nn.Module):
+        def forward(self, x: torch.Tensor, keep: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.where(keep, x, -x) * 2, n + 1
+
+    inputs = (torch.randn(4, 3), torch.rand(4, 3) > 0.5, torch.arange(4))
+    dim = {0: Dim("batch", 2, 8, step=2)}
+    made = write(tmp_path / "a", model=Mixed(), inputs=inputs, dynamic=dict.fromkeys(("x", "keep", "n"), dim), backend=backend)
+    served = Served(loaded(made.path, trust=False, threads=1))
+    served.prove()
+    for rows in (1, 2, 5, 19):
+        x, keep, n = torch.randn(rows, 3), torch.rand(rows, 3) > 0.5, torch.arange(rows)
+        doubled, next_n = served.call([x.numpy(), keep.numpy(), n.numpy()])
+        np.testing.assert_allclose(doubled, (torch.where(keep, x, -x) * 2).numpy(), rtol=1e-6)
+        np.testing.assert_array_equal(next_n, n.numpy() + 1)
+    description = served.description()
+    assert [tensor["name"] for tensor in description["inputs"]] == ["x", "keep", "n"]
+    assert description["dims"] == {"batch": (2, 8, 2)}
+    assert description["known"][2]["high"] >= 3.0
+    json.dumps(description["example"])
+
+
+def test_wrong_test_vectors_and_changed_files_are_refused_without_torch(artifact: Artifact, tmp_path: pathlib.Path) -> None:
+    copy = artifact.save(tmp_path / "copy")
+    served = Served(loaded(copy.path, trust=False, threads=None))
+    run = served.loaded.run
+    object.__setattr__(served.loaded, "run", lambda arrays: [run(arrays)[0] + 1, *run(arrays)[1:]])
+    assert served.loaded.parities().ok
+    (copy.path / "model" / next(iter(sorted(os.listdir(copy.path / "model"))))).write_bytes(b"x")
+    with pytest.raises(IntegrityError, match="is not what was written"):
+        loaded(copy.path, trust=False, threads=None)
+
+
+def test_bfloat16_travels_as_its_bits(tmp_path: pathlib.Path) -> None:
+    model = torch.nn.Linear(4, 2).bfloat16()
+    x = torch.randn(3, 4).bfloat16()
+    made = write(tmp_path / "a", model=model, inputs=(x[:2],), dynamic={"input": {0: Dim("batch", 1, 8)}})
+    served = Served(loaded(made.path, trust=False, threads=None))
+    served.prove()
+    (found,) = served.call([x.view(torch.uint16).numpy()])
+    assert found.dtype == np.uint16
+    torch.testing.assert_close(torch.from_numpy(found).view(torch.bfloat16), load(made.path)(x))
+    assert abs(served.description()["known"][0]["mean"] - float(made.golden().cases[0].inputs[0].float().mean())) < 1.0
+
+
+def test_an_instance_of_onnx_runtime_holds_no_torch(artifact: Artifact) -> None:
+    settings: dict[str, Any] = {"path": str(artifact.path), "trust": False, "threads": 1, "rows": 4, "cores": None}
+
+    async def maps() -> str:
+        instance = Instance(settings, lambda *_: None, lambda _: None)
+        await instance.start()
+        found = pathlib.Path(f"/proc/{instance.pid}/maps").read_text()
+        await instance.stop()
+        return found
+
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("needs /proc")
+    assert "libtorch" not in asyncio.run(maps())
