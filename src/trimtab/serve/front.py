@@ -90,6 +90,8 @@ async def _serve(options: Options, listening: socket.socket) -> None:
         await asyncio.wait([loading, stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
+            if options.watch_s is not None:
+                reloads.add(loop.create_task(repository.watch(options.watch_s)))
             await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
         await asyncio.wait([loading])
