@@ -3,10 +3,10 @@
     make soak                                                # 20 minutes
     python benchmarks/soak.py --time 4m --json soak.json
 
-Serves an MLP of 2 million parameters with one instance. Finds the highest rate of an open loop (requests come at random times and
-do not wait for answers) that keeps a p99 of 50 ms, then offers 70% of it in stretches of 15 s. Memory is what the processes of the
-server share with no other process; its growth is the slope of a line through the stretches after the first fifth, times the whole
-time. Targets: growth below 2%, no request that fails. The exit status is 1 if a target is missed.
+Serves an MLP of 2 million parameters with one instance. Finds the highest rate of an open loop (requests come at random times
+and do not wait for answers) that keeps a p99 of 50 ms, then offers 70% of it in stretches of 15 s. Memory is what the processes
+of the server share with no other process; its growth is the slope of a line through the stretches after the first fifth, times
+the whole time. Targets: growth below 2%, no request that fails. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trimtab.measure.host import others
 from trimtab.serve.load_test import load_test
 
 SHARE, STRETCH_S, P99_S, GROWTH = 0.7, 15.0, 0.05, 0.02
-"""Share of the capacity that is offered, seconds of a stretch, p99 that the capacity keeps, and largest growth of the memory."""
+"""Share of the capacity that is offered, seconds of a stretch, p99 of the capacity, and largest growth of the memory."""
 
 
 def memory_mb(process: psutil.Process) -> float:

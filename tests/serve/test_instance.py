@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -17,11 +20,13 @@ from _serving import Server, write
 
 from trimtab.artifact.artifact import Artifact, load
 from trimtab.backends.common import array_models
+from trimtab.core.backend import Executable
 from trimtab.core.signature import Dim
-from trimtab.errors import IntegrityError
+from trimtab.errors import IntegrityError, UsageError
 from trimtab.serve.connection import Instance
 from trimtab.serve.instance.load import loaded
 from trimtab.serve.instance.served import Served
+from trimtab.serve.options import read_options
 
 WITHOUT_TORCH = """
 import sys
@@ -118,3 +123,56 @@ def test_an_instance_of_onnx_runtime_holds_no_torch(artifact: Artifact) -> None:
     if not os.path.exists("/proc/self/maps"):
         pytest.skip("needs /proc")
     assert "libtorch" not in asyncio.run(maps())
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_instances_of_an_executable_answer_threads_at_the_same_time(tmp_path: pathlib.Path, runtime: str) -> None:
+    made = write(tmp_path / "a", backend=runtime)
+    executable = load(made.path, threads=1)
+    rows = torch.randn(8, 40, 16)
+    want = [executable(part)["logits"] for part in rows]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+
+        def calls(number: int, instance: Executable) -> list[torch.Tensor]:
+            return [instance(rows[number + 4 * turn % 8])["logits"] for turn in range(40)]
+
+        answers = list(pool.map(calls, range(4), executable.instances(4)))
+    for number, found in enumerate(answers):
+        for turn, answer in enumerate(found):
+            torch.testing.assert_close(answer, want[number + 4 * turn % 8])
+    with pytest.raises(UsageError, match="at least one"):
+        executable.instances(0)
+
+
+def test_an_executable_of_torch_is_not_multiplied(net: pathlib.Path) -> None:
+    executable = load(net)
+    assert executable.instances(1) == [executable]
+    with pytest.raises(UsageError, match="one call at a time"):
+        executable.instances(2)
+
+
+def test_new_files_in_a_watched_folder_are_loaded(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(net, folder)
+    one = ["--instances", "1", "--threads", "1", "--batch", "4", "--watch", "200ms"]
+    with Server(tmp_path / "log", f"net={folder}", *one) as running:
+        row = [[1.0] * 16]
+        before = running.infer(row)[1]
+        (folder / "README.md").write_text("changed")
+        while "version not loaded" not in running.text:
+            time.sleep(0.05)
+        assert running.infer(row)[1] == before
+        write(folder, seed=7)
+        while (after := running.infer(row)[1])["model_version"] == "1":
+            time.sleep(0.05)
+        want = load(folder)(torch.ones(1, 16))["logits"].numpy()
+        np.testing.assert_allclose(after["outputs"][0]["data"], want[0], rtol=1e-4)
+        assert running.text.count("new files") == 2
+
+
+def test_a_device_that_no_artifact_runs_on_is_refused(net: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match="is a model of eager that was built and proven for the CPU"):
+        read_options([str(net)], {"device": "cuda:0"}, None)
+    with pytest.raises(UsageError, match="it is cpu, or a GPU such as cuda:0"):
+        read_options([str(net)], {"device": "tpu"}, None)
+    assert read_options([str(net)], {"device": "cpu", "watch": "2s"}, None).watch_s == 2.0

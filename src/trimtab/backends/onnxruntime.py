@@ -116,6 +116,10 @@ class OnnxExecutable(Executable):
             events = json.loads(pathlib.Path(session.end_profiling()).read_text(encoding="utf-8"))
         return operator_shares(_kernels(events), repeats)
 
+    def _twin(self) -> Executable:
+        """The same session, which takes calls of several threads at once."""
+        return OnnxExecutable(self._session, self.signature, self.settings, self._folder)
+
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the ONNX file, and its external weights if there are any."""
         return copy_files(self._folder, model_files(self._folder), folder)

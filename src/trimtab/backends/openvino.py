@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,16 @@ class OpenVinoExecutable(Executable):
         request = Request(self._compile(model, {"PERF_COUNT": True}), self._graph, self._through)
         return request.operator_times(leaves, repeats)
 
+    def _twin(self) -> Executable:
+        """The same compiled models, with requests of its own."""
+        twin = copy.copy(self)
+        twin._owned = None
+        twin._hot, twin._any = (
+            None if request is None else Request(request.compiled, self._graph, self._through)
+            for request in (self._hot, self._any)
+        )
+        return twin
+
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the model, with its dynamic dimensions, and its weights."""
         return copy_files(self._folder, file.FILES, folder)
@@ -117,7 +128,7 @@ class OpenVinoExecutable(Executable):
             self._any = Request(self._compile(self._model), self._graph, self._through)
             if self._takes_empty:
                 shapes = zip(file.smallest(self.signature), self.signature.inputs, strict=True)
-            self._any.run([torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for shape, spec in shapes])
+                self._any.run([torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for shape, spec in shapes])
         return self._any
 
     def _compile(self, model: Any, more: Mapping[str, Any] | None = None) -> Any:

@@ -88,6 +88,24 @@ class Executable(abc.ABC):
         sees them. Slow: the runtime may be started once more."""
         return None
 
+    def instances(self, n: int) -> list[Executable]:
+        """``n`` executables of this model, this one among them, for as many threads that call it at the same time. They share
+        its weights and close with it.
+
+        Raises:
+            UsageError: ``n`` is below 1, or the runtime takes one call at a time.
+        """
+        if n < 1:
+            raise UsageError(f"instances({n!r}): at least one is needed, this one.")
+        return [self, *[self._twin() for _ in range(n - 1)]]
+
+    def _twin(self) -> Executable:
+        """Another executable of the same loaded model."""
+        raise UsageError(
+            f"A {type(self).__name__} takes one call at a time in a process. Load the artifact in several processes, as "
+            "trimtab serve does."
+        )
+
     def synchronize(self) -> None:  # noqa: B027 - on the CPU there is nothing to wait for
         """Wait until all started work is done."""
 

@@ -121,8 +121,8 @@ def _refuse_device(device: Any, models: Mapping[str, pathlib.Path]) -> None:
     form = _fact(path, "recipe", "backend", "name")
     there = "" if pathlib.Path("/dev/nvidiactl").exists() else " There is no NVIDIA GPU on this machine either."
     raise UsageError(
-        f"--device {device}: the artifact of {name} is a model of {form} that was built and proven for the CPU, and does not run "
-        f"on a GPU.{there} Leave --device out."
+        f"--device {device}: the artifact of {name} is a model of {form} that was built and proven for the CPU, and does not "
+        f"run on a GPU.{there} Leave --device out."
     )
 
 
