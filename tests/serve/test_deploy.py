@@ -42,7 +42,7 @@ def onnx_net(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 def written(folder: pathlib.Path, kind: str, path: pathlib.Path, **options: Any) -> dict[str, str]:
     """The written files by name."""
     found = deploy.write(Options(models={"net": path}, **options), kind, folder / kind)
-    texts = [one for one in found if one.suffix not in (".whl", ".onnx", ".bin", ".safetensors")]
+    texts = [one for one in found if one.suffix not in (".whl", ".onnx", ".bin", ".safetensors", ".pt2")]
     return {one.relative_to(folder / kind).as_posix(): one.read_text() for one in texts}
 
 

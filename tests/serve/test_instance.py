@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tritonclient.http
 from _serving import Server, write
 
 from trimtab.artifact.artifact import Artifact, load
@@ -24,9 +25,11 @@ from trimtab.core.backend import Executable
 from trimtab.core.signature import Dim
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.serve.connection import Instance
+from trimtab.serve.frames import cut
 from trimtab.serve.instance.load import loaded
 from trimtab.serve.instance.served import Served
 from trimtab.serve.options import read_options
+from trimtab.serve.shared_memory import SharedMemory
 
 WITHOUT_TORCH = """
 import sys
@@ -123,6 +126,39 @@ def test_an_instance_of_onnx_runtime_holds_no_torch(artifact: Artifact) -> None:
     if not os.path.exists("/proc/self/maps"):
         pytest.skip("needs /proc")
     assert "libtorch" not in asyncio.run(maps())
+
+
+def test_large_tensors_travel_in_shared_memory(tmp_path: pathlib.Path) -> None:
+    class Two(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * 2, x.sum(1)
+
+    made = write(tmp_path / "a", model=Two(), inputs=(torch.randn(2, 5000),), backend="onnxruntime")
+    with Server(tmp_path / "log", f"net={made.path}", "--instances", "1", "--threads", "1", "--batch", "32") as running:
+        for rows in (1, 40, 3, 64):  # 20 kB to 1.3 MB
+            x = np.random.default_rng(rows).normal(size=(rows, 5000)).astype("f4")
+            client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{running.port}")
+            asked = tritonclient.http.InferInput("x", [rows, 5000], "FP32").set_data_from_numpy(x)
+            answer = client.infer("net", [asked])
+            names = [output["name"] for output in answer.get_response()["outputs"]]
+            np.testing.assert_allclose(answer.as_numpy(names[0]), 2 * x, rtol=1e-6)
+            np.testing.assert_allclose(answer.as_numpy(names[1]), x.sum(1), rtol=1e-3, atol=1e-3)
+            client.close()
+
+
+def test_shared_memory_grows_and_refuses_what_is_not_there() -> None:
+    memory = SharedMemory.create()
+    if memory is None:
+        pytest.skip("this system has no anonymous files")
+    reader = SharedMemory(os.dup(memory.descriptor))
+    for size in (3, 5000, 70, 1 << 20):
+        total = memory.write([[b"a" * size], [b"b", b"c" * size]])
+        first, second = cut(reader.view(total), [size, size + 1])
+        assert (bytes(first), bytes(second)) == (b"a" * size, b"b" + b"c" * size)
+    with pytest.raises(ValueError, match="is said to be in"):
+        reader.view(1 << 30)
+    memory.close()
+    reader.close()
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])

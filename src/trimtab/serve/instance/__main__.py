@@ -13,20 +13,23 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.serve.instance.load import loaded
 from trimtab.serve.instance.served import Served
 from trimtab.serve.instance.wire import frames, send
+from trimtab.serve.shared_memory import SharedMemory
 
 WARM_CALLS = 2
 """Calls with the largest batch before an instance is ready."""
 
 
-def serve(connection: socket.socket, served: Served) -> None:
-    """Answer frames until the front process closes the connection."""
-    for head, room in frames(connection):
+def serve(connection: socket.socket, served: Served, shared: Sequence[SharedMemory]) -> None:
+    """Answer frames until the front process closes the connection. ``shared``: memory for requests and for answers, or none."""
+    requests, answers = shared or (None, None)
+    for head, room in frames(connection, requests):
         if "rows" in head:
             send(connection, {"id": head["id"], "rate": served.rate(head["rows"], head["seconds"])})
             continue
@@ -37,7 +40,7 @@ def serve(connection: socket.socket, served: Served) -> None:
             send(connection, {"id": head["id"], "error": str(error), "input": isinstance(error, UsageError)})
             continue
         took = time.perf_counter() - start
-        send(connection, {"id": head["id"], "compute": took, "shapes": [array.shape for array in outputs]}, outputs)
+        send(connection, {"id": head["id"], "compute": took, "shapes": [array.shape for array in outputs]}, outputs, answers)
 
 
 def main(descriptor: int, settings: dict[str, Any]) -> None:
@@ -57,7 +60,7 @@ def main(descriptor: int, settings: dict[str, Any]) -> None:
         send(connection, {"refused": type(error).__name__, "message": str(error)})
         return
     send(connection, {"ready": served.description()})
-    serve(connection, served)
+    serve(connection, served, [SharedMemory(number) for number in settings["shared"]])
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trimtab.core.signature import TensorSpec
-from trimtab.serve.frames import PREFIX, aligned, pack
+from trimtab.serve.frames import PREFIX, Bytes, aligned, pack
 from trimtab.serve.protocol import DATATYPES
+from trimtab.serve.shared_memory import SHARED_BYTES, SharedMemory
 
 Array = npt.NDArray[Any]
 
@@ -38,9 +39,14 @@ def as_bytes(array: Array) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def send(connection: socket.socket, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
-    """Send a frame."""
-    buffers = [part for part in pack(head, [[as_bytes(array)] for array in arrays]) if len(part)]
+def send(
+    connection: socket.socket, head: dict[str, Any], arrays: Sequence[Array] = (), shared: SharedMemory | None = None
+) -> None:
+    """Send a frame; a large body goes through ``shared`` memory."""
+    parts: list[list[Bytes]] = [[as_bytes(array)] for array in arrays]
+    if shared is not None and sum(array.nbytes for array in arrays) >= SHARED_BYTES:
+        head, parts = head | {"shared": shared.write(parts)}, []
+    buffers = [part for part in pack(head, parts) if len(part)]
     while buffers:
         sent = connection.sendmsg(buffers[:512])
         while buffers and sent >= len(buffers[0]):
@@ -49,7 +55,7 @@ def send(connection: socket.socket, head: dict[str, Any], arrays: Sequence[Array
             buffers[0] = memoryview(buffers[0])[sent:]
 
 
-def frames(connection: socket.socket) -> Iterator[tuple[dict[str, Any], Array]]:
+def frames(connection: socket.socket, shared: SharedMemory | None = None) -> Iterator[tuple[dict[str, Any], Array]]:
     """Heads and bodies until the front process closes the connection. A body is valid until the next one is asked for."""
     prefix, room = bytearray(PREFIX.size), np.empty(1 << 16, np.uint8)
     while _receive(connection, memoryview(prefix)):
@@ -59,7 +65,11 @@ def frames(connection: socket.socket) -> Iterator[tuple[dict[str, Any], Array]]:
             room = np.empty(size, np.uint8)
         if not _receive(connection, memoryview(text)) or not _receive(connection, room.data[:size]):
             return
-        yield json.loads(text), room
+        head = json.loads(text)
+        if shared is not None and "shared" in head:
+            yield head, np.frombuffer(shared.view(head["shared"]), np.uint8)
+        else:
+            yield head, room
 
 
 def _receive(connection: socket.socket, target: memoryview) -> bool:
