@@ -49,7 +49,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 PACKAGES = ("litserve==0.2.19", "ray[serve]==2.60.0", "fastapi", "uvicorn[standard]", "numpy", "onnxruntime")
 PEERS = ("litserve", "ray", "fastapi")
 MODELS = ("identity", "mlp", "digits", "minilm")
-CONNECTIONS, IDLE_S, START_S = 32, 5.0, 120.0
+CONNECTIONS, IDLE_S, START_S = 32, 5.0, 60.0
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LUA = """
 wrk.method = "POST"

@@ -54,35 +54,43 @@ def fastapi(path: str, port: int) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
 
 
-def litserve(path: str, port: int) -> None:
-    """LitServe with its fast queue; it batches where a model pays for it."""
-    import litserve
+if "litserve" in sys.argv:  # its workers import this module and look for the class
+    import litserve as lit
 
-    batched = path != "identity"
+    class Api(lit.LitAPI):
+        """The model, with or without batches."""
 
-    class Api(litserve.LitAPI):
+        path = sys.argv[2]
+
         def setup(self, device: str) -> None:
-            self.model = Model(path)
-
-        def decode_request(self, request: dict[str, Any]) -> dict[str, Any]:
-            return request
-
-        def batch(self, inputs: list[Any]) -> list[Any]:
-            return inputs
+            """Load."""
+            self.model = Model(self.path)
 
         def predict(self, x: Any) -> Any:
-            return self.model(x) if batched else self.model([x])[0]
-
-        def unbatch(self, output: np.ndarray) -> list[np.ndarray]:
-            return list(output)
+            """The outputs of a batch, or of one row."""
+            return self.model([x])[0] if isinstance(x, dict) else self.model(x)
 
         def encode_response(self, output: np.ndarray) -> dict[str, Any]:
+            """The answer."""
             return {"output": output.tolist()}
 
-    api = Api(max_batch_size=BATCH, batch_timeout=WAIT_S) if batched else Api()
-    litserve.LitServer(api, accelerator="cpu", workers_per_device=1, fast_queue=True).run(
-        host="127.0.0.1", port=port, generate_client_file=False, log_level="warning"
-    )
+    class Batching(Api):
+        """The model with batches."""
+
+        def batch(self, inputs: list[Any]) -> list[Any]:
+            """The rows."""
+            return inputs
+
+        def unbatch(self, output: np.ndarray) -> list[np.ndarray]:
+            """An output for each row."""
+            return list(output)
+
+
+def litserve(path: str, port: int) -> None:
+    """LitServe with its fast queue; it batches where a model pays for it."""
+    api = Api() if path == "identity" else Batching(max_batch_size=BATCH, batch_timeout=WAIT_S)
+    server = lit.LitServer(api, accelerator="cpu", workers_per_device=1, fast_queue=True)
+    server.run(host="127.0.0.1", port=port, generate_client_file=False, log_level="warning")
 
 
 def ray(path: str, port: int) -> None:
