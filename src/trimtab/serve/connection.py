@@ -179,7 +179,9 @@ class Instance(asyncio.Protocol):
                 if not (future := self._calls.pop(head["id"])).done():
                     future.set_result(head)
             else:
-                if "shared" in head and self._shared is not None:
+                if "shared" in head:
+                    if self._shared is None:  # it was killed; its requests are tried again
+                        return
                     body = memoryview(bytes(self._shared[1].view(head["shared"])))  # the next answer overwrites it
                 self._on_reply(self, head, body)
 

@@ -75,6 +75,7 @@ async def _serve(options: Options, listening: socket.socket) -> None:
         access_log=False,
         log_level="warning",
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=10,
         backlog=BACKLOG,
         ssl_certfile=certificate,
