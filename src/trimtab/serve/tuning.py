@@ -159,8 +159,15 @@ async def _measured(layout: Layout, options: Options, make: Make, until: float, 
                     raise
                 break  # this batch does not fit
             slowest = rows / min(rates)
-            kind = {"instances": layout.instances, "threads": layout.threads, "pinned": layout.pinned}
-            curve.append(Point(rows=rows, rows_per_s=sum(rates), batch_s=slowest, **kind))
+            point = Point(
+                instances=layout.instances,
+                threads=layout.threads,
+                rows=rows,
+                rows_per_s=sum(rates),
+                batch_s=slowest,
+                pinned=layout.pinned,
+            )
+            curve.append(point)
             best = max(point.rows_per_s for point in curve)
             if curve[-1].rows_per_s < WORSE * best or slowest > SLOWEST_S or time.monotonic() > until:
                 break

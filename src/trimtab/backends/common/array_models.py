@@ -72,7 +72,8 @@ class OpenVinoArrays:
             shapes = openvino_file.hot_shapes(model, folder, signature)
             self._model = model.clone() if shapes is None or signature.dims else None
             self._through = openvino_file.given_back(model)
-            self._hot = self._any = None
+            self._hot: openvino_file.Buffers | None = None
+            self._any: openvino_file.Buffers | None = None
             self._shapes = [] if shapes is None else [tuple(shape) for shape in shapes]
             if shapes is not None:
                 openvino_file.reshape(model, shapes)
