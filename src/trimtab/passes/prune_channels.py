@@ -110,7 +110,7 @@ def _pruned(candidate: Candidate, keep: float, only: Collection[str] | None) -> 
         raise CompileError(f"prune_channels cannot trace how the layers depend on each other: {_cause(error)}.") from error
     roots: list[str] = []
     try:
-        found = list(_groups(tp, graph, keep))
+        found = list(_groups(graph, keep))
         chosen = [each for each in found if only is None or names[each[0]] in only]
         roots = [names[module] for module, _, _ in chosen]
         for module, handler, lost in chosen:  # before any is pruned, so that indices are those of the original
@@ -146,9 +146,8 @@ def _graph(tp: Any, model: nn.Module, candidate: Candidate) -> Any:
         )
 
 
-def _groups(tp: Any, graph: Any, keep: float) -> Iterator[tuple[nn.Module, Any, list[int]]]:
+def _groups(graph: Any, keep: float) -> Iterator[tuple[nn.Module, Any, list[int]]]:
     """The first layer of each group of channels, how it is pruned, and the channels that it loses."""
-    importance = tp.importance.GroupMagnitudeImportance(p=2)
     for group in graph.get_all_groups(root_module_types=list(LAYERS)):
         module, handler = group[0].dep.target.module, group[0].dep.handler
         members = [(dep.target.module, graph.is_out_channel_pruning_fn(dep.handler)) for dep, _ in group]
@@ -159,18 +158,29 @@ def _groups(tp: Any, graph: Any, keep: float) -> Iterator[tuple[nn.Module, Any, 
         width = _width(module)
         if (count := width - kept(width, keep)) <= 0:
             continue
-        try:
-            scores = importance(group)
-        except IndexError:  # torch-pruning lost track of which channels belong together
+        # both directions of an LSTM lose as many units
+        parts = _scores(graph, group, module).reshape(-1, width)
+        lost = [int(i) + number * width for number, part in enumerate(parts) for i in part.argsort()[:count]]
+        yield module, handler, sorted(lost)
+
+
+def _scores(graph: Any, group: Any, root: nn.Module) -> torch.Tensor:
+    """The importance of each channel of ``root``: squared weights that make or read it, each layer's relative to their mean."""
+    total = torch.zeros(_width(root) * (1 + getattr(root, "bidirectional", False)))
+    for i, (dep, indices) in enumerate(group):
+        module, is_output = dep.target.module, graph.is_out_channel_pruning_fn(dep.handler)
+        if not isinstance(module, LAYERS):
             continue
         if isinstance(module, nn.LSTM):
-            own = lstm.scores(module)
-            scores = own / own.mean() + (0.0 if scores is None else scores)
-            directions = scores.reshape(-1, width)
-            lost = [int(i) + d * width for d, each in enumerate(directions) for i in each.argsort()[:count]]
+            squares = lstm.scores(module) if is_output else module.weight_ih_l0.detach().float().square().sum(0)
         else:
-            lost = [int(i) for i in scores.argsort()[:count]]
-        yield module, handler, sorted(lost)
+            axis = int(is_output == bool(getattr(module, "transposed", False)))
+            squares = module.weight.detach().float().square().transpose(0, axis).flatten(1).sum(1)
+        lost, roots = torch.tensor(_plain(indices)), torch.tensor(_plain(group[i].root_idxs))
+        known = lost < len(squares)  # a grouped convolution has fewer columns than inputs
+        found = torch.zeros_like(total).index_add_(0, roots[known], squares[lost[known]])
+        total += found / found.mean().clamp_min(torch.finfo(torch.float32).tiny)
+    return total
 
 
 def _mask(graph: Any, group: Any, masked: nn.Module, names: dict[nn.Module, str]) -> None:
