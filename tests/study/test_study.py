@@ -129,7 +129,7 @@ def by_ratio(recipe: Recipe, *, floor: float = 0.25, holds: float = 0.5) -> Tria
     if (step := steps.get("prune_channels")) is None or found.speedup is None:
         return found
     keep = step.keep  # type: ignore[attr-defined]
-    found = complete(recipe, found.speedup.value / max(keep, floor))
+    found = complete(recipe, by_backend(Recipe(backend=recipe.backend)).speedup.value / max(keep, floor))  # type: ignore[union-attr]
     kept = "recover" in steps and (keep >= holds or (steps["recover"].updates == 800 and keep > 0.3))  # type: ignore[attr-defined]
     lost = drop(0.0 if kept else 0.5, 0.01 if kept else 0.6, 0.02, kept)
     return dataclasses.replace(found, drop=lost, state=State.COMPLETE if kept else State.STOPPED)

@@ -50,8 +50,8 @@ def training_examples(workload: Workload, splits: Splits, signature: Signature) 
     held_out, kept = divide(batches, HELD_OUT, generator, whole=False) if count(batches) >= LEAST else ([], batches)
     if (found := count(kept)) < LEAST:
         notes.append(
-            f"Nothing can be trained on: there are {found} examples in the {source}. Give some thousands of inputs, with labels "
-            "or without: Workload(training=Training(data=...))."
+            f"Nothing can be trained on: there are {found} examples in the {source}. Give some thousands of inputs, with "
+            "labels or without: Workload(training=Training(data=...))."
         )
         return None, notes
     if workload.training is None:

@@ -94,8 +94,7 @@ class Recover(Pass):
             return "recover needs a model with floating-point parameters to train, and this one has none."
         if candidate.signature.writes:
             return "recover needs a model that does not write to its inputs, because the teacher is called with the same ones."
-        assert candidate.training is not None
-        if self.loss == "task" and not _labelled(candidate.training):
+        if self.loss == "task" and (candidate.training is None or not _labelled(candidate.training)):
             return (
                 "recover with loss='task' needs labels and a loss(outputs, targets): give the workload "
                 "training=Training(data=..., loss=...)."
@@ -105,8 +104,8 @@ class Recover(Pass):
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with trained weights, from the study's folder if they were trained before."""
         training, teacher = candidate.training, candidate.teacher
-        assert training is not None, "blocked() refuses candidates without"
-        assert teacher is not None
+        if training is None or teacher is None:
+            raise CompileError(str(self.blocked(candidate)))
         model = candidate.own_model()
         folder = None if candidate.scratch is None else candidate.scratch / FOLDER
         path = None if folder is None else folder / f"{self._key(candidate, training)}.safetensors"
@@ -200,7 +199,7 @@ class Recover(Pass):
             return task
         classes = task is not None and all(_is_classes(target) for _, target in training.batches)
         temperature = self.temperature if classes else None
-        return Distillation(teacher, task, kind=self.loss, temperature=temperature, alpha=self.alpha)
+        return Distillation(teacher, task, kind=self.loss, temperature=temperature, alpha=self.alpha, mix=True)
 
 
 class _Batches:

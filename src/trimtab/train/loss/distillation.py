@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.tensors.structure import flatten
+from trimtab.tensors.batch_axis import take
+from trimtab.tensors.structure import flatten, map_tensors, tensors_of
 from trimtab.train.loss.adapter import LossAdapter, call, examples
 
 Kind = Literal["logits", "features", "relations"]
@@ -43,10 +44,14 @@ class Distillation:
         temperature: of the softmax over the last axis of each floating-point output, for outputs that are logits; ``None``
             compares outputs by their squared error, relative to the variance of the teacher's.
         alpha: share of the teacher's part in the loss; the rest is the task's loss. 1 without ``loss``.
+        mix: in training mode, replace every second example by a mixture of itself and another, where all inputs are
+            floating-point tensors. The teacher answers the mixtures; the task's loss is that of the other examples. It is worth
+            as much as several times as many different inputs.
         layers: names of the modules that ``features`` compares; by default three that both models have.
 
     Sources: Hinton et al. 2015, https://arxiv.org/abs/1503.02531 (logits); Tung & Mori 2019, https://arxiv.org/abs/1907.09682
-    (features); Park et al. 2019, https://arxiv.org/abs/1904.05068 (relations).
+    (features); Park et al. 2019, https://arxiv.org/abs/1904.05068 (relations); Beyer et al. 2022,
+    https://arxiv.org/abs/2106.05237 (mixtures).
 
     Raises:
         UsageError: an argument is out of its range.
@@ -61,6 +66,7 @@ class Distillation:
         kind: Kind = "logits",
         temperature: float | None = 4.0,
         alpha: float = 0.5,
+        mix: bool = False,
         layers: Sequence[str] = (),
     ) -> None:
         if kind not in ("logits", "features", "relations"):
@@ -72,12 +78,14 @@ class Distillation:
         if loss is not None and LossAdapter(loss).calls_model:
             raise UsageError("Distillation calls the model itself: give it a loss of the form loss(outputs, targets).")
         self.teacher, self.loss, self.kind, self.temperature = teacher, loss, kind, temperature
-        self.alpha, self.layers = alpha if loss is not None else 1.0, tuple(layers)
+        self.alpha, self.mix, self.layers = alpha if loss is not None else 1.0, mix, tuple(layers)
         teacher.eval()
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         """The loss of ``batch``, a scalar with gradients, and the number of examples that it is a mean over."""
         inputs, targets = batch if self.loss is not None else (batch, None)
+        mixed = _mixed(inputs) if self.mix and model.training else None
+        inputs = inputs if mixed is None else mixed
         names = self._names(model) if self.kind == "features" else ()
         with _recorded(model, names) as ours:
             outputs = call(model, inputs)
@@ -88,6 +96,8 @@ class Distillation:
             pairs = [(ours[name], theirs[name]) for name in names if name in ours and name in theirs]
             found = found + sum((_similarity_error(a, b) for a, b in pairs), torch.zeros(())) / max(len(pairs), 1)
         if self.loss is not None:
+            if mixed is not None:
+                outputs, targets = (take(value, slice(None, None, 2), lambda _: False) for value in (outputs, targets))
             found = self.alpha * found + (1 - self.alpha) * self.loss(outputs, targets)
         return found, examples(inputs)
 
@@ -122,6 +132,21 @@ class Distillation:
         ]
         step = max(1, len(inner) // LAYERS)
         return tuple(inner[step - 1 :: step][:LAYERS])
+
+
+def _mixed(inputs: Any) -> Any:
+    """``inputs`` with every second example mixed with another; ``None`` if they hold anything but floating-point rows."""
+    rows, tensors = examples(inputs), tensors_of(inputs)
+    if rows < 2 or not all(tensor.is_floating_point() and tensor.dim() and len(tensor) == rows for tensor in tensors):
+        return None
+    other, share = torch.randperm(rows), torch.rand(rows)
+    share[::2] = 1.0
+
+    def mix(tensor: torch.Tensor) -> torch.Tensor:
+        weight = share.to(tensor).reshape(-1, *[1] * (tensor.dim() - 1))
+        return weight * tensor + (1 - weight) * tensor[other.to(tensor.device)]
+
+    return map_tensors(inputs, mix)
 
 
 @contextlib.contextmanager
