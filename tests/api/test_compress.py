@@ -30,15 +30,16 @@ def images(count, seed):
 def build():
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(),
-        nn.Linear(1024, 2),
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AvgPool2d(4), nn.Flatten(),
+        nn.Linear(512, 2),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     pictures, labels = images(512, 1)
-    for part, wanted in list(zip(pictures.split(64), labels.split(64))) * 3:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(part), wanted).backward()
-        optimizer.step()
+    with torch.enable_grad():
+        for part, wanted in list(zip(pictures.split(64), labels.split(64))) * 6:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(part), wanted).backward()
+            optimizer.step()
     return model.eval()
 
 def workload():
