@@ -91,5 +91,3 @@ def test_a_study_that_does_not_compress_reads_nothing() -> None:
 
     workload = trimtab.Workload(model=nn.Linear(4, 3), inputs=ROWS[:1], training=trimtab.Training(data=read))
     assert prepare(workload).candidate.training is None
-    with pytest.raises(UsageError, match=r"no optimizer=\.\.\."):
-        trimtab.Workload(model=nn.Linear(4, 3), mode="train", training=trimtab.Training(data=read))
