@@ -67,7 +67,7 @@ class Technique(abc.ABC):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Data needed besides the example inputs: ``"calibration"``, or nothing."""
+        """Data needed besides the example inputs: ``"calibration"``, ``"training"``, or nothing."""
         return frozenset()
 
     def why_not_here(self) -> str | None:
@@ -89,6 +89,11 @@ class Technique(abc.ABC):
             return reason
         if "calibration" in self.needs and not candidate.calibration:
             return f"{self.name} needs calibration data: give the workload calibration=... or an evaluation to take some from."
+        if "training" in self.needs and (candidate.training is None or candidate.teacher is None):
+            return (
+                f"{self.name} needs data to train on, which only a study that compresses reads (--compress): give the workload "
+                "training=trimtab.Training(data=...), or calibration=... for training without labels."
+            )
         return _reason_or_error(f"{self.name} cannot look at this model", lambda: self.why_not(candidate))
 
     def blocked_here(self) -> str | None:
@@ -126,6 +131,9 @@ class Pass(Technique):
     verbose = True
     sets: ClassVar[frozenset[str]] = frozenset()
     """Names of the :class:`Settings` fields that this pass changes. A backend that ignores one of them refuses the recipe."""
+    compresses: ClassVar[bool] = False
+    """Whether it makes another, smaller network, or trains one. Tried only with ``--compress``. Its outputs may be far from the
+    original's until the network is trained, so the test vectors of an artifact come from the rewritten model."""
 
     @abc.abstractmethod
     def apply(self, candidate: Candidate) -> Candidate:

@@ -97,8 +97,9 @@ class Training:
 
     data: Any
     """A loader of batches that can be iterated repeatedly, or a function without arguments that makes one."""
-    optimizer: Callable[[Any], Any]
-    """``optimizer(parameters)`` -> a :class:`torch.optim.Optimizer`."""
+    optimizer: Callable[[Any], Any] | None = None
+    """``optimizer(parameters)`` -> a :class:`torch.optim.Optimizer`. Required for :func:`trimtab.tune`; compression has its
+    own."""
     loss: Callable[..., Any] | None = None
     """The loss function, as the Trainer takes it; ``None`` if the model returns its loss."""
     schedule: Callable[[Any, int], Any] | None = None
@@ -113,7 +114,7 @@ class Training:
             )
         for name in ("optimizer", "loss", "schedule"):
             value = getattr(self, name)
-            if (value is not None or name == "optimizer") and not callable(value):
+            if value is not None and not callable(value):
                 raise UsageError(
                     f"Training {name} is {of_type(value)}, which cannot be called. Give a function, because every "
                     "trial makes its own."
@@ -147,7 +148,8 @@ class Workload:
     mode: Literal["infer", "train"] = "infer"
     """What to optimize: calls of the model (:func:`trimtab.optimize`) or its training (:func:`trimtab.tune`)."""
     training: Training | None = None
-    """How the model is trained, for :func:`trimtab.tune`. Required with ``mode="train"``, which needs no ``inputs``."""
+    """How the model is trained, for :func:`trimtab.tune`. Required with ``mode="train"``, which needs no ``inputs``. With
+    ``mode="infer"``, the data and the loss with which ``optimize(compress=...)`` trains smaller forms of the model."""
     seed: int = 0
     """Seed for splitting the data; in training also for the parameters and the order of the data."""
     notes: tuple[str, ...] = ()
@@ -167,6 +169,11 @@ class Workload:
             raise UsageError(f"Workload mode is {self.mode!r}; it can be 'infer' or 'train'.")
         if self.mode == "train" and self.training is None:
             raise UsageError(f"Workload {self.name!r} has mode='train' but no training=...; give a trimtab.Training.")
+        if self.mode == "train" and self.training is not None and self.training.optimizer is None:
+            raise UsageError(
+                f"Workload {self.name!r} has mode='train', and its training no optimizer=...; give a function of the "
+                "parameters, such as torch.optim.AdamW."
+            )
         if self.mode == "infer" and self.inputs is None:
             raise UsageError(f"Workload {self.name!r} has no inputs=...; give what the model is called with.")
         for name, kind in (("evaluation", Evaluation), ("training", Training)):

@@ -94,6 +94,7 @@ OPTIONAL: tuple[OptionalPackage, ...] = tuple(
         ("openvino", "openvino", "The openvino backend, often the fastest on x86 CPUs."),
         ("nncf", "openvino", "Static int8 and int8 weights for the openvino backend."),
         ("torchao", "quant", "Weight-only and dynamic int8 inside PyTorch."),
+        ("torch_pruning", "prune", "Channels removed from convolutional and recurrent networks, with optimize --compress."),
         ("psycopg", "postgres", "Studies kept in a PostgreSQL database, which several machines can share."),
         ("transformers", "hf", "Loads Hugging Face models, as some of the examples do."),
         ("pynvml", "gpu", "The driver version and the energy of NVIDIA GPUs."),
