@@ -1,0 +1,105 @@
+"""``trimtab doctor``."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from trimtab._internal.files import typed
+from trimtab._internal.serialization import dumps
+from trimtab._internal.text import plain
+from trimtab._internal.units import positive, seconds
+from trimtab.cli._lazy import late
+from trimtab.errors import UsageError
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SCRIPT [-- ARGUMENTS]", help="train.py, workload.py:NAME, or after -- a launcher with its arguments."
+    ),
+]
+Module = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")]
+
+
+def doctor_command(
+    words: Words = None,
+    module: Module = None,
+    budget: Annotated[str, typer.Option(help="Most time for everything.")] = "3m",
+    steps: Annotated[int, typer.Option(help="Steps to watch.")] = 40,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Run where it is, not in a copy of its folder.")] = False,
+    out: Annotated[
+        pathlib.Path | None,
+        typer.Option(parser=typed("runs/doctor"), metavar="FOLDER", help="Write report.html, doctor.json and trace.json."),
+    ] = None,
+    write: Annotated[
+        pathlib.Path | None,
+        typer.Option(parser=typed("patch.diff"), metavar="FILE", help="Write the edits of the findings as a patch."),
+    ] = None,
+    trace: Annotated[
+        pathlib.Path | None,
+        typer.Option(parser=typed("traces"), metavar="FOLDER", help="Write traces for TensorBoard, Chrome and Perfetto."),
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="Steps of a trace: wait,warm-up,active,repeat.")] = "1,1,3,1",
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="NVTX ranges of steps and modules, for Nsight.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Say why a script is slow, and what each remedy brings on it.
+
+    The script runs unmodified, in processes of its own and in a copy of its folder, for a few steps. Each remedy that can be
+    applied from outside is measured against the script as written, with the losses beside.
+
+    \b
+    Examples:
+      trimtab doctor train.py -- --epochs 1
+      trimtab doctor -m package.train --out runs/doctor
+      trimtab doctor -- torchrun --nproc_per_node 2 train.py
+      trimtab doctor workload.py:workload --write patch.diff
+    """
+    given = tuple(words or ())
+    if not given and module is None:
+        raise UsageError("There is nothing to examine. Name a script, such as: trimtab doctor train.py -- --epochs 1.")
+    limit = positive(seconds(budget, "--budget"), "--budget")
+    api = late("api.doctor")
+    with api.opened(given, module) as command:
+        request = api.Request(
+            command=command,
+            words=_named(given, module),
+            seconds=limit,
+            steps=api.checked_steps(steps, "--steps"),
+            in_place=in_place,
+            out=out,
+            patch=write,
+            trace=None if trace is None else late("probe.tracing").Trace.parse(trace, schedule),
+            nvtx=nvtx,
+        )
+        found = api.examined(request, _progress(limit))
+    if write is not None and found.patch is None:
+        typer.echo("note: No finding has an edit that is complete, so no patch was written.", err=True)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(dumps(found) if json else plain(late("report.doctor_text").text(found, columns)))
+    return 0
+
+
+def _named(words: Sequence[str], module: str | None) -> tuple[str, ...]:
+    """The words as they are typed again: arguments of a script stand behind ``--``."""
+    if module is not None:
+        return ("-m", module, *(("--", *words) if words else ()))
+    if words and words[0].partition(":")[0].endswith(".py"):
+        return (words[0], *(("--", *words[1:]) if words[1:] else ()))
+    return ("--", *words)
+
+
+def _progress(limit: float) -> Callable[[str], None]:
+    """A function that prints a sentence with the elapsed seconds to standard error."""
+    since = time.monotonic()
+
+    def said(sentence: str) -> None:
+        typer.echo(f"[{time.monotonic() - since:4.0f}/{limit:.0f} s] {plain(sentence)}", err=True)
+
+    return said
