@@ -21,7 +21,7 @@ from trimtab.errors import UsageError
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="SCRIPT [-- ARGUMENTS]", help="train.py, workload.py:NAME, or after -- a launcher with its arguments."
+        metavar="SCRIPT [-- ARGUMENTS]", help="train.py, workload.py:NAME, or -- and a launcher with its arguments."
     ),
 ]
 Module = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")]

@@ -15,7 +15,7 @@ from trimtab.core.script_settings import ScriptSettings
 Category = Literal["data", "step", "precision", "memory", "run"]
 Standing = Literal["pays", "no gain", "other losses", "advice", "not measured"]
 """``pays``: the remedy was measured as surely faster and the losses stayed. ``other losses``: faster, but the losses differ or
-could not be compared. ``advice``: only the script's author can apply it. ``not measured``: it could be measured, but was not."""
+could not be compared. ``advice``: only the script's author can apply it. ``not measured``: it could be, but was not."""
 LOSSES_STAY = ("equal", "within rounding")
 
 

@@ -1,0 +1,72 @@
+"""Edits of findings as a unified diff."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+from trimtab.core.finding import Finding
+from trimtab.core.script_settings import CodeEdit
+from trimtab.probe.patch import edited
+
+SCRIPT = """\
+import torch
+
+for step in range(3):
+    writer.add_scalar(
+        "loss", step
+    )
+    losses.append(loss)
+"""
+
+
+def finding(rule: str, site: str, replacement: str | None) -> Finding:
+    return Finding(rule=rule, level="note", message="", edit=CodeEdit(site=site, advice="", replacement=replacement))
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    return tmp_path
+
+
+def test_an_edit_replaces_the_statement_with_its_indentation(folder: pathlib.Path) -> None:
+    edits = [
+        finding("logging", "train.py:4", 'if step % 50 == 0:\n    writer.add_scalar("loss", step)'),
+        finding("memory_growth", "train.py:7", "losses.append(loss.item())"),
+    ]
+    patch, texts = edited(folder, edits)
+    assert patch is not None
+    assert set(patch.rules) == {"logging", "memory_growth"}
+    assert texts[folder / "train.py"].splitlines()[3:] == [
+        "    if step % 50 == 0:",
+        '        writer.add_scalar("loss", step)',
+        "    losses.append(loss.item())",
+    ]
+    assert (folder / "train.py").read_text(encoding="utf-8") == SCRIPT, "only the patch is written"
+    if shutil.which("patch"):
+        done = subprocess.run(["patch", "-p1"], cwd=folder, input=patch.text, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stdout
+        assert (folder / "train.py").read_text(encoding="utf-8") == texts[folder / "train.py"]
+
+
+def test_edits_that_do_not_fit_are_left_out_with_the_reason(folder: pathlib.Path) -> None:
+    edits = [
+        finding("good", "train.py:7", "losses.append(loss.item())"),
+        finding("second", "train.py:7", "losses.append(0)"),
+        finding("broken", "train.py:1", "import ("),
+        finding("far", "train.py:99", "pass"),
+        finding("elsewhere", "other.py:1", "pass"),
+        finding("incomplete", "train.py:3", None),
+    ]
+    patch, _ = edited(folder, edits)
+    assert patch is not None
+    assert patch.rules == ("good",)
+    assert [reason.partition(" ")[0] for reason in patch.left_out] == ["far", "second", "broken", "other.py"]
+
+
+def test_without_a_complete_edit_there_is_no_patch(folder: pathlib.Path) -> None:
+    assert edited(folder, [finding("incomplete", "train.py:3", None)]) == (None, {})
