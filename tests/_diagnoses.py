@@ -88,7 +88,7 @@ def diagnosis() -> Diagnosis:
     return Diagnosis(
         words=("train.py", "--", "--epochs", "1"),
         record=seen,
-        findings=tuple([found[3], *found[:3], found[4]]),
+        findings=(found[3], *found[:3], found[4]),
         score=score(seen, [found[3], *found[:3], found[4]], together),
         bound=Bound(kind="data", sentence="52% of a step waits for data."),
         together=together,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests._diagnoses import record
+from _diagnoses import record
 from trimtab.hardware.peaks import Peaks, Rate
 from trimtab.probe.bound import bound
 

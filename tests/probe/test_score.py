@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests._diagnoses import diagnosis, findings, record
+from _diagnoses import diagnosis, findings, record
 from trimtab.core.diagnosis import Score, Together, saving, standing
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings

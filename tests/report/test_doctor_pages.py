@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from tests._diagnoses import diagnosis, record
+from _diagnoses import diagnosis, record
 from trimtab._internal.serialization import dumps, from_json
 from trimtab.core.diagnosis import Diagnosis, Patch
 from trimtab.report.doctor_page import html
