@@ -26,14 +26,14 @@ from trimtab.execution.temporary_folders import no_longer, temporary_folder
 from trimtab.importers.load import load_workload
 from trimtab.probe.command import Command
 from trimtab.probe.diagnosis import BUDGET_S, diagnose
-from trimtab.probe.tracing import Trace, traced
+from trimtab.probe.tracing import Schedule, traced
 from trimtab.probe.workload_script import script_of
 from trimtab.report.doctor_page import html
 from trimtab.report.doctor_trace import trace
 from trimtab.report.write import keep
 from trimtab.train.loss.adapter import is_pair
 
-REPORT, RECORD, TIMELINE, TRACES = "report.html", "doctor.json", "trace.json", "traces"
+REPORT, RECORD, TIMELINE = "report.html", "doctor.json", "trace.json"
 FEWEST_STEPS = 10
 _MODEL_FILES = re.compile(r"\.(pt2|pt|onnx)$|^hf:")
 _NAMED = re.compile(r"\.py:[A-Za-z_]\w*$")
@@ -53,7 +53,9 @@ class Request:
     """Folder for the report, the JSON and the timeline; ``None`` writes nothing."""
     patch: pathlib.Path | None = None
     """File for the edits of the findings, as a unified diff."""
-    trace: Trace | None = None
+    trace: pathlib.Path | None = None
+    """Folder for traces of torch's profiler."""
+    schedule: Schedule = Schedule()
     nvtx: bool = False
 
 
@@ -127,6 +129,7 @@ def doctor(
                 raise UsageError("loader=, loss= and optimizer= belong to a model; a script brings its own.")
             words = (os.fspath(path_of(subject, "What is examined", "train.py")), *map(str, args))
             command = stack.enter_context(opened(words))
+            words = named(words)
         request = Request(
             command=command,
             words=words,
@@ -162,7 +165,21 @@ def opened(words: Sequence[str], module: str | None = None) -> Iterator[Command]
         with _steps_of(load_workload(words[0]), reference=words[0]) as command:
             yield command
         return
-    yield Command.parse(words, module=module)
+    if module is not None:
+        yield Command.of(module=module, args=words)
+    elif words and words[0].endswith(".py"):
+        yield Command.of(words[0], args=words[1:])
+    else:
+        yield Command.of(launcher=words)
+
+
+def named(words: Sequence[str], module: str | None = None) -> tuple[str, ...]:
+    """The words as they are typed on the command line, where arguments of a script, and launchers, stand behind ``--``."""
+    if module is not None:
+        return ("-m", module, *(("--", *words) if words else ()))
+    if words and (words[0].endswith(".py") or is_workload(words[0])):
+        return (words[0], *(("--", *words[1:]) if words[1:] else ()))
+    return ("--", *words)
 
 
 def is_workload(word: str) -> bool:
@@ -189,7 +206,7 @@ def _steps_of(workload: Workload, *, reference: str | None = None, loader: Any =
     folder = temporary_folder()
     try:
         script = script_of(workload, pathlib.Path(folder), reference=reference, loader=loader)
-        yield Command.parse([str(script)])
+        yield Command.of(script)
     finally:
         no_longer(folder)
 
@@ -230,17 +247,27 @@ def examined(request: Request, on_progress: Callable[[str], None] | None = None)
         steps=request.steps,
         in_place=request.in_place,
         patch=request.patch is not None,
-        nvtx=request.nvtx,
         on_progress=on_progress,
     )
-    files = list[str]()
-    if request.trace is not None:
-        files += traced(request.command, request.trace, in_place=request.in_place, on_progress=on_progress)
+    files, notes = list[str](), list[str]()
+    if request.trace is not None or request.nvtx:
+        if on_progress is not None:
+            on_progress("running once more for the traces")
+        made, note = traced(
+            request.command,
+            found.record,
+            schedule=None if request.trace is None else request.schedule,
+            folder=request.trace,
+            nvtx=request.nvtx,
+            in_place=request.in_place,
+        )
+        files += map(str, made)
+        notes += [note] if note else []
     if request.patch is not None and found.patch is not None:
         files.append(str(keep(found.patch.text, request.patch)))
     if request.out is not None:
         files += [str(request.out / name) for name in (REPORT, RECORD, TIMELINE)]
-    found = dataclasses.replace(found, files=tuple(files))
+    found = dataclasses.replace(found, files=tuple(files), notes=(*found.notes, *notes))
     if request.out is not None:
         write_json(request.out / RECORD, found)
         write_json(request.out / TIMELINE, trace(found.record))

@@ -6,7 +6,7 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -69,13 +69,14 @@ def doctor_command(
     with api.opened(given, module) as command:
         request = api.Request(
             command=command,
-            words=_named(given, module),
+            words=api.named(given, module),
             seconds=limit,
             steps=api.checked_steps(steps, "--steps"),
             in_place=in_place,
             out=out,
             patch=write,
-            trace=None if trace is None else late("probe.tracing").Trace.parse(trace, schedule),
+            trace=trace,
+            schedule=late("probe.tracing").Schedule.parse(schedule),
             nvtx=nvtx,
         )
         found = api.examined(request, _progress(limit))
@@ -84,15 +85,6 @@ def doctor_command(
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     typer.echo(dumps(found) if json else plain(late("report.doctor_text").text(found, columns)))
     return 0
-
-
-def _named(words: Sequence[str], module: str | None) -> tuple[str, ...]:
-    """The words as they are typed again: arguments of a script stand behind ``--``."""
-    if module is not None:
-        return ("-m", module, *(("--", *words) if words else ()))
-    if words and words[0].partition(":")[0].endswith(".py"):
-        return (words[0], *(("--", *words[1:]) if words[1:] else ()))
-    return ("--", *words)
 
 
 def _progress(limit: float) -> Callable[[str], None]:

@@ -40,7 +40,6 @@ def diagnose(
     steps: int = 40,
     in_place: bool = False,
     patch: bool = False,
-    nvtx: bool = False,
     on_progress: Said = None,
 ) -> Diagnosis:
     """Watch ``command`` for ``steps`` steps and measure the remedy of each finding, in at most ``seconds`` altogether.
@@ -59,7 +58,8 @@ def diagnose(
     left = SCREENING * seconds - (time.monotonic() - began)
     outcomes, notes = _measured(command, record, findings, left, on_progress)
     findings = sorted((_judged(finding, outcomes) for finding in findings), key=_order)
-    together, note = _together(command, record, findings, seconds - (time.monotonic() - began), on_progress)
+    left = seconds - (time.monotonic() - began)
+    together, note = _together(command, record, findings, left / 2 if patch else left, on_progress)
     notes += [note] if note else []
     made = _patched(command, record, findings, seconds - (time.monotonic() - began), on_progress) if patch else None
     return Diagnosis(
@@ -139,8 +139,16 @@ def _together(
 def _patched(
     command: Command, record: ProbeRecord, findings: Sequence[Finding], seconds: float, on_progress: Said
 ) -> Patch | None:
-    """The patch of the complete edits, with its measured gain where that can be measured."""
+    """The patch of the complete edits, and its gain: the patched script in the overlay against the script as written."""
     found, texts = edited(pathlib.Path(command.folder), findings)
     if found is None:
         return None
-    return dataclasses.replace(found, reason="the gain of a patch is not measured yet") if texts else found
+    if record.contained != "overlay":
+        reason = "a patch is measured in an overlay, which this system does not allow here"
+        return dataclasses.replace(found, reason=reason)
+    if seconds < STARTS * record.start_s:
+        return dataclasses.replace(found, reason=f"{max(seconds, 0):.0f} s of the budget were left; give a larger --budget")
+    _say(on_progress, f"measuring the patch for {', '.join(found.rules)} in fresh processes")
+    settings = ScriptSettings(files={str(path): text for path, text in texts.items()})
+    outcome = counterfactuals.confirm(command, record, settings, seconds=seconds)
+    return dataclasses.replace(found, gain=outcome.gain, losses=outcome.losses, reason=outcome.failed)

@@ -57,7 +57,14 @@ class ScriptProcess:
         """Where the probe within writes; ``PLAN["out"]``."""
         self.out.mkdir()
         self.started = time.monotonic()
-        self.plan = {**plan, "out": str(self.out), "folder": str(command.folder)}
+        settings = dict(plan.get("settings") or {})
+        files = settings.pop("files", None) or {}  # whole scripts would not fit into an environment variable
+        self.plan = {
+            **plan,
+            **({"settings": settings} if settings else {}),
+            "out": str(self.out),
+            "folder": str(command.folder),
+        }
         self._log = self.folder / "log.txt"
         told = {"argv": command.argv, "scratch": str(self.folder), "contain": kept}
         variables = {name: value for name, value in QUIET.items() if name not in os.environ}
