@@ -55,7 +55,7 @@ class Request:
     """File for the edits of the findings, as a unified diff."""
     trace: pathlib.Path | None = None
     """Folder for traces of torch's profiler."""
-    schedule: Schedule = Schedule()
+    schedule: Schedule = dataclasses.field(default_factory=Schedule)
     nvtx: bool = False
 
 
