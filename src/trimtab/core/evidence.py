@@ -134,7 +134,9 @@ class ModuleRecord:
     unused_ms: float = 0.0
     """Of such calls per step, or per evaluation where there are no steps."""
     unused_site: str | None = None
-    """The line of the script that made such calls."""
+    """The line of the script that made most of such calls, if all calls from it were such."""
+    autocast: str | None = None
+    """Type of the autocast that its calls run under, such as ``bfloat16``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
