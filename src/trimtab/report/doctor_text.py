@@ -101,7 +101,8 @@ def _advice(diagnosis: Diagnosis) -> Iterator[str]:
                 finding.gain, f"{said.remedy(finding)}: {said.losses(finding)}, so it is another training. {_why(finding)}"
             )
             continue
-        most = "not measured" if finding.most is None else f"at most {finding.most.value:.2f}x"
+        most = "" if not finding.share else f"{finding.share:.0%} of a step"
+        most = most if finding.most is None else f"at most {finding.most.value:.2f}x"
         yield f"  {most:<{_GAIN}} {said.remedy(finding)}. {_why(finding)}".replace("..", ".")
     if patch is not None:
         gain = f"measured {patch.gain.times()}; losses {patch.losses}" if patch.gain is not None else f"{patch.reason}"
