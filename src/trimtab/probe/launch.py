@@ -58,13 +58,9 @@ class ScriptProcess:
         self.out.mkdir()
         self.started = time.monotonic()
         settings = dict(plan.get("settings") or {})
-        files = settings.pop("files", None) or {}  # whole scripts would not fit into an environment variable
-        self.plan = {
-            **plan,
-            **({"settings": settings} if settings else {}),
-            "out": str(self.out),
-            "folder": str(command.folder),
-        }
+        if files := settings.pop("files", None):  # whole scripts would not fit into an environment variable
+            (self.folder / warden.FILES).write_text(json.dumps(files), encoding="utf-8")
+        self.plan = {**plan, "settings": settings or None, "out": str(self.out), "folder": str(command.folder)}
         self._log = self.folder / "log.txt"
         told = {"argv": command.argv, "scratch": str(self.folder), "contain": kept}
         variables = {name: value for name, value in QUIET.items() if name not in os.environ}
