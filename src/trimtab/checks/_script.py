@@ -15,7 +15,7 @@ from trimtab.core.script_settings import CodeEdit, ScriptSettings
 
 FILES = re.compile(
     r"\bopen\(|\.read_(bytes|text|csv|parquet|image|file)\(|\b(np|numpy|torch|json|pickle|h5py|torchaudio)\.load\("
-    r"|\b(Image\.open|imread|soundfile\.read|loadtxt|genfromtxt|fromfile|frombuffer)\(|\bdecode_|\.(decode|convert)\("
+    r"|\b(Image\.open|imread|soundfile\.read|loadtxt|genfromtxt|fromfile)\(|\bdecode_|\.(decode|convert)\("
 )
 """Lines that open or decode a file."""
 LOGGING = re.compile(
@@ -110,9 +110,17 @@ def listed(found: Iterable[LineRecord], most: int = 3) -> str:
 
 
 def batch_size(record: ProbeRecord) -> int | None:
-    """Examples of a batch: what the loader that handed out most batches was given."""
-    known = [(loader.batches, loader.batch_size) for loader in record.loaders if loader.batch_size]
-    return max(known)[1] if known else None
+    """Examples of a batch: what the loader that handed out most batches was given, else the first size of a module's inputs."""
+    known = [(loader.batches, loader.batch_size) for loader in record.loaders if loader.batches and loader.batch_size]
+    if known:
+        return max(known)[1]
+    first = [re.search(r"\[(\d+)", shape) for module in record.modules for shape in module.inputs[:1]]
+    return max((int(found[1]) for found in first if found), default=None)
+
+
+def per_example(runs: float, size: int) -> bool:
+    """Whether ``runs`` is a whole number of times for each of ``size`` examples, up to the rounding of a mean."""
+    return runs >= 0.98 * size and abs(runs / size - round(runs / size)) < 0.02
 
 
 def on_gpu(record: ProbeRecord) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from trimtab.checks._script import BATCHES, LOGGING, METRICS, does, edit, lines, listed, note, on_gpu
+from trimtab.checks.batch_loop import BatchLoop, near
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -37,6 +38,8 @@ class SlowLines(Check):
             for line in lines(subject, "other", "synchronization", least=self.line)
             if not any(does(line, kind) for kind in known)
         ]
+        loops = {finding.where for finding in BatchLoop().run(subject, environment)}
+        slow = [line for line in slow if not any(near(line.site, where) for where in loops if where)]
         if on_gpu(subject):
             slow = [line for line in slow if line.phase == "other"]
         taken = sum(line.share for line in slow)

@@ -38,6 +38,8 @@ class LineRecord:
     """Of the time of a step, 0 to 1."""
     function: str = ""
     """Name of the function that the line is in, such as ``__getitem__``; empty at the top of the script."""
+    runs: float = 0.0
+    """Times that the line ran per step, counted over a step of its own; 0 if it was not counted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,7 @@ class ModuleRecord:
     calls: float = 1.0
     """Per step."""
     forward_ms: float = 0.0
+    """Per step, all calls together."""
     gradients_unused: float = 0.0
     """Share of its calls that recorded a graph which no backward pass used."""
     unused_ms: float = 0.0

@@ -17,7 +17,7 @@ LOGGERS = re.compile(r"Writer|print|tqdm|log|wandb|mlflow", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingEveryStep(Check):
+class Logging(Check):
     """Every step writes a log.
 
     Histograms read every parameter, a bar is drawn on a terminal, and files are flushed. Once in many steps tells people
@@ -25,7 +25,7 @@ class LoggingEveryStep(Check):
     Source: https://docs.pytorch.org/docs/stable/tensorboard.html
     """
 
-    name = "logging_every_step"
+    name = "logging"
     about: ClassVar[Literal["model", "script"]] = "script"
 
     least: float = 0.02

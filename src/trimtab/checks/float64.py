@@ -16,7 +16,7 @@ DOUBLE = "float64"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoublePrecision(Check):
+class Float64(Check):
     """The model computes in float64, or batches come in float64.
 
     A vector register holds half as many float64 values, and memory brings half as many per second. numpy computes in
@@ -24,7 +24,7 @@ class DoublePrecision(Check):
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html
     """
 
-    name = "double_precision"
+    name = "float64"
     about: ClassVar[Literal["model", "script"]] = "script"
 
     least: float = 0.05

@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from trimtab.checks._script import batch_size, edit, lines, note, part
+from trimtab.checks._script import batch_size, edit, lines, note, part, per_example
 from trimtab.core.check import Check
 from trimtab.core.evidence import Phase, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 PHASES: tuple[Phase, ...] = ("forward", "other", "copy", "synchronization")
-
-
-def times(calls: float, size: int) -> bool:
-    """Whether ``calls`` is a multiple of ``size``, up to the rounding of a mean."""
-    return abs(calls / size - round(calls / size)) < 0.02
 
 
 def near(a: str, b: str, most: int = 10) -> bool:
@@ -26,7 +21,7 @@ def near(a: str, b: str, most: int = 10) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PythonLoop(Check):
+class BatchLoop(Check):
     """A loop in Python calls an operator for each example of a batch.
 
     Each call of an operator from Python takes some microseconds, and works on an example's share of the data. One call
@@ -34,7 +29,7 @@ class PythonLoop(Check):
     Source: https://docs.pytorch.org/docs/stable/notes/broadcasting.html
     """
 
-    name = "python_loop"
+    name = "batch_loop"
     about: ClassVar[Literal["model", "script"]] = "script"
 
     least: float = 0.05
@@ -48,35 +43,34 @@ class PythonLoop(Check):
         if size is None or size < self.examples:
             return []
         for module in subject.modules:
-            if (
-                module.calls >= size
-                and times(module.calls, size)
-                and (taken := part(subject, module.forward_ms * module.calls)) >= self.least
-            ):
+            taken = part(subject, module.forward_ms)
+            if per_example(module.calls, size) and taken >= self.least:
                 message = (
                     f"{module.name} is called {module.calls:.0f} times per step, once for each of the {size} examples of a "
                     f"batch, {taken:.0%} of a step. Stack the examples and call it once."
                 )
                 evidence = {"calls_per_step": module.calls, "batch_size": size}
                 return [note(self, message, evidence=evidence, category="step", share=taken)]
-        told = {line.site: line for line in lines(subject, *PHASES, least=self.least)}
-        found = [
-            each for each in subject.operators if each.site in told and each.site_calls >= size and times(each.site_calls, size)
-        ]
-        if not found:
+        calls = {each.site: each for each in subject.operators if per_example(each.site_calls, size)}
+        told = [line for line in lines(subject, *PHASES) if line.site in calls or per_example(line.runs, size)]
+        if not told:
             return []
-        first = max(found, key=lambda each: told[each.site or ""].share)
-        line = told[first.site or ""]
-        rows = sum(other.share for other in told.values() if near(other.site, line.site) and other.function == line.function)
+        line = told[0]
+        loop = [other for other in told if near(other.site, line.site) and other.function == line.function]
+        rows = sum(other.share for other in loop)
+        if rows < self.least:
+            return []
+        often = line.runs or calls[line.site].site_calls
+        what = f"calls {calls[line.site].name}" if line.site in calls else "runs"
         message = (
-            f"The line {line.site} calls {first.name} {first.site_calls:.0f} times per step, for each of the {size} examples "
-            f"of a batch, and its loop takes {rows:.0%} of a step. Write it as one operation over the batch."
+            f"The line {line.site} {what} {often:.0f} times per step, for each of the {size} examples of a batch. The lines of "
+            f"its loop take {rows:.0%} of a step, their gradients not counted: write them as operations over the batch."
         )
         return [
             note(
                 self,
                 message,
-                evidence={"calls_per_step": first.site_calls, "batch_size": size, "lines_share": rows},
+                evidence={"runs_per_step": often, "batch_size": size, "lines_share": rows},
                 where=line.site,
                 category="step",
                 edit=edit(subject, line.site, "Write the loop as one operation over the batch."),
