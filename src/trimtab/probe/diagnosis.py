@@ -7,6 +7,7 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
+from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, Patch, Together, saving, standing
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -54,14 +55,13 @@ def diagnose(
     environment = Environment.capture()
     record = observe(command, steps=steps, seconds=WATCHING * seconds, in_place=in_place, on_progress=on_progress)
     _say(on_progress, f"first step after {record.start_s:.1f} s; each fresh process costs that")
-    findings = run_checks(record, environment)
-    left = SCREENING * seconds - (time.monotonic() - began)
-    outcomes, notes = _measured(command, record, findings, left, on_progress)
-    findings = sorted((_judged(finding, outcomes) for finding in findings), key=_order)
+    found, notes = run_checks(record, environment)
+    asked = _Measured(command, record, in_place, on_progress)
+    outcomes = asked.single(found, SCREENING * seconds - (time.monotonic() - began))
+    findings = sorted((_judged(finding, outcomes) for finding in found), key=_order)
     left = seconds - (time.monotonic() - began)
-    together, note = _together(command, record, findings, left / 2 if patch else left, on_progress)
-    notes += [note] if note else []
-    made = _patched(command, record, findings, seconds - (time.monotonic() - began), on_progress) if patch else None
+    together = asked.together(findings, left / 2 if patch else left)
+    made = asked.patch(findings, seconds - (time.monotonic() - began)) if patch else None
     return Diagnosis(
         words=tuple(words) or (command.name,),
         record=record,
@@ -72,30 +72,13 @@ def diagnose(
         patch=made,
         seconds=round(time.monotonic() - began, 3),
         budget_s=seconds,
-        notes=tuple(notes),
+        notes=(*notes, *asked.notes),
     )
 
 
 def _say(on_progress: Said, sentence: str) -> None:
     if on_progress is not None:
         on_progress(sentence)
-
-
-def _measured(
-    command: Command, record: ProbeRecord, findings: Sequence[Finding], seconds: float, on_progress: Said
-) -> tuple[list[Outcome], list[str]]:
-    """The outcomes of all remedies and ceilings of ``findings``, each measured once, and notes about what was not measured."""
-    found = [one for f in findings for one in (f.settings, f.ceiling) if one is not None and one.changes()]
-    wanted = [one for n, one in enumerate(found) if one not in found[:n]]
-    if not wanted:
-        return [], []
-    if seconds < STARTS * record.start_s:
-        return [], [
-            f"No remedy: {max(seconds, 0):.0f} s of the budget were left after watching, and a start takes "
-            f"{record.start_s:.0f} s. Give a larger --budget."
-        ]
-    _say(on_progress, f"measuring {len(wanted)} remedies and ceilings on the script itself")
-    return list(counterfactuals.measure(command, record, wanted, seconds=seconds, on_progress=on_progress)), []
 
 
 def _judged(finding: Finding, outcomes: Sequence[Outcome]) -> Finding:
@@ -116,39 +99,64 @@ def _order(finding: Finding) -> tuple[bool, float, float]:
     return finding.level != "error", -saving(finding), -(finding.share or 0.0)
 
 
-def _together(
-    command: Command, record: ProbeRecord, findings: Sequence[Finding], seconds: float, on_progress: Said
-) -> tuple[Together | None, str | None]:
-    """All remedies that pay, measured together; and a note if they were not."""
-    pays = [f for f in findings if standing(f) == "pays" and f.settings is not None]
-    if len(pays) < 2:
-        return None, None
-    settings = ScriptSettings()
-    for finding in reversed(pays):
-        assert finding.settings is not None
-        settings = settings.merged(finding.settings)
-    if seconds < STARTS * record.start_s:
-        reason = f"All that pays together: {max(seconds, 0):.0f} s of the budget were left. Give a larger --budget."
-        return Together(settings=settings, reason=reason), reason
-    _say(on_progress, f"measuring all that pays together in fresh processes: {described(settings)}")
-    found = counterfactuals.confirm(command, record, settings, seconds=seconds)
-    reason = f"All that pays together failed: {found.failed}" if found.failed else None
-    return Together(settings=settings, gain=found.gain, losses=found.losses, reason=reason), reason
+class _Measured:
+    """The measurements of one diagnosis."""
 
+    def __init__(self, command: Command, record: ProbeRecord, in_place: bool, on_progress: Said) -> None:
+        self._command, self._record, self._in_place, self._said = command, record, in_place, on_progress
+        self.notes: list[str] = []
+        """What was not measured, and why."""
 
-def _patched(
-    command: Command, record: ProbeRecord, findings: Sequence[Finding], seconds: float, on_progress: Said
-) -> Patch | None:
-    """The patch of the complete edits, and its gain: the patched script in the overlay against the script as written."""
-    found, texts = edited(pathlib.Path(command.folder), findings)
-    if found is None:
-        return None
-    if record.contained != "overlay":
-        reason = "a patch is measured in an overlay, which this system does not allow here"
-        return dataclasses.replace(found, reason=reason)
-    if seconds < STARTS * record.start_s:
-        return dataclasses.replace(found, reason=f"{max(seconds, 0):.0f} s of the budget were left; give a larger --budget")
-    _say(on_progress, f"measuring the patch for {', '.join(found.rules)} in fresh processes")
-    settings = ScriptSettings(files={str(path): text for path, text in texts.items()})
-    outcome = counterfactuals.confirm(command, record, settings, seconds=seconds)
-    return dataclasses.replace(found, gain=outcome.gain, losses=outcome.losses, reason=outcome.failed)
+    def _spent(self, seconds: float) -> str | None:
+        """A clause if ``seconds`` are too few for a comparison."""
+        if seconds >= STARTS * self._record.start_s:
+            return None
+        start = f"a start takes {self._record.start_s:.0f} s"
+        return f"{max(seconds, 0):.0f} s of the budget were left and {start}; give a larger --budget"
+
+    def single(self, findings: Sequence[Finding], seconds: float) -> list[Outcome]:
+        """The outcomes of all remedies and ceilings of ``findings``, each measured once."""
+        found = [one for f in findings for one in (f.settings, f.ceiling) if one is not None and one.changes()]
+        wanted = [one for n, one in enumerate(found) if one not in found[:n]]
+        if not wanted:
+            return []
+        if spent := self._spent(seconds):
+            return [Outcome(settings=one, failed=spent) for one in wanted]
+        _say(self._said, f"measuring {counted(len(wanted), 'setting')} on the script itself")
+        return counterfactuals.measure(
+            self._command, self._record, wanted, seconds=seconds, in_place=self._in_place, on_progress=self._said
+        )
+
+    def together(self, findings: Sequence[Finding], seconds: float) -> Together | None:
+        """All remedies that pay, measured together; ``None`` if fewer than two do."""
+        pays = [f.settings for f in findings if standing(f) == "pays" and f.settings is not None]
+        if len(pays) < 2:
+            return None
+        settings = ScriptSettings()
+        for one in reversed(pays):  # of two that set a field, the one with the larger gain wins
+            settings = settings.merged(one)
+        if spent := self._spent(seconds):
+            self.notes.append(f"All that pays together: {spent}.")
+            return Together(settings=settings, reason=spent)
+        _say(self._said, f"measuring all that pays together in fresh processes: {described(settings)}")
+        found = self._confirmed(settings, seconds)
+        if found.failed:
+            self.notes.append(f"All that pays together: {found.failed}")
+        return Together(settings=settings, gain=found.gain, losses=found.losses, reason=found.failed)
+
+    def patch(self, findings: Sequence[Finding], seconds: float) -> Patch | None:
+        """The patch of the complete edits, and its gain: the patched script in the overlay against the script as written."""
+        found, texts = edited(pathlib.Path(self._command.folder), findings)
+        if found is None:
+            return None
+        if self._record.contained != "overlay":
+            why = "the gain of a patch is measured in an overlay, which is not used or not allowed here"
+            return dataclasses.replace(found, reason=why)
+        if spent := self._spent(seconds):
+            return dataclasses.replace(found, reason=spent)
+        _say(self._said, f"measuring the patch for {', '.join(found.rules)} in fresh processes")
+        outcome = self._confirmed(ScriptSettings(files={str(path): text for path, text in texts.items()}), seconds)
+        return dataclasses.replace(found, gain=outcome.gain, losses=outcome.losses, reason=outcome.failed)
+
+    def _confirmed(self, settings: ScriptSettings, seconds: float) -> Outcome:
+        return counterfactuals.confirm(self._command, self._record, settings, seconds=seconds, in_place=self._in_place)
