@@ -70,7 +70,8 @@ class ScriptSettings:
         """Both together; ``other`` wins where both set a field."""
         loaders = dict(self.loaders)
         for site, found in other.loaders.items():
-            given = {f.name: value for f in dataclasses.fields(found) if (value := getattr(found, f.name)) not in (None, False)}
+            values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+            given = {n: value for n, value in values.items() if value is not None and (value is not False or n == "persistent")}
             loaders[site] = dataclasses.replace(loaders.get(site, LoaderSettings()), **given)
         changed = other.changes() | {"loaders": loaders, "environment": {**self.environment, **other.environment}}
         return dataclasses.replace(self, **changed)
