@@ -10,7 +10,7 @@ import pytest
 
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import CodeEdit
-from trimtab.probe.patch import edited
+from trimtab.probe.patch import edited, moved
 
 SCRIPT = """\
 import torch
@@ -70,3 +70,14 @@ def test_edits_that_do_not_fit_are_left_out_with_the_reason(folder: pathlib.Path
 
 def test_without_a_complete_edit_there_is_no_patch(folder: pathlib.Path) -> None:
     assert edited(folder, [finding("incomplete", "train.py:3", None)]) == (None, {})
+
+
+def test_lines_are_found_again_in_the_patched_file(folder: pathlib.Path) -> None:
+    _, texts = edited(
+        folder, [finding("logging", "train.py:4", "if step % 50 == 0:\n    print(step)\n    print(step)\n    pass")]
+    )
+    new = {str(path): text for path, text in texts.items()}
+    sites = [moved(f"train.py:{line}", folder, new) for line in (1, 4, 7)]
+    assert sites == ["train.py:1", "train.py:4", "train.py:8"]
+    assert moved("other.py:3", folder, new) == "other.py:3"
+    assert moved("somewhere", folder, new) == "somewhere"

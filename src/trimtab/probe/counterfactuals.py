@@ -248,6 +248,8 @@ def described(settings: ScriptSettings) -> str:
             parts += [f"{_loader(found)} ({site})" for site, found in value.items()]
         elif name == "without":
             parts.append(f"without {value} (a ceiling)")
+        elif name == "files":
+            parts.append("the patched script")
         else:
             parts.append(words[name])
     return ", ".join(parts) or "as written"

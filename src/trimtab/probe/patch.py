@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,23 @@ def edited(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch | N
     if not texts:
         return None, {}
     return Patch(text="".join(diffs), rules=tuple(dict.fromkeys(rules)), left_out=tuple(left_out)), texts
+
+
+def moved(site: str, folder: pathlib.Path, texts: Mapping[str, str]) -> str:
+    """Where the line at ``site`` stands in files with the new ``texts``, by path. A replaced line becomes the first of its new
+    ones."""
+    match = _SITE.match(site)
+    path = None if match is None else os.path.join(folder, match["file"])
+    if match is None or path is None or path not in texts:
+        return site
+    before = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    line = int(match["line"]) - 1
+    for kind, low, high, new, _ in difflib.SequenceMatcher(
+        None, before, texts[path].splitlines(), autojunk=False
+    ).get_opcodes():
+        if low <= line < high:
+            return f"{match['file']}:{new + (line - low if kind == 'equal' else 0) + 1}"
+    return site
 
 
 def _terminated(lines: object) -> list[str]:

@@ -8,7 +8,6 @@ import re
 import secrets
 import statistics
 import time
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import Sample
 from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
+from trimtab.probe.patch import moved
 
 SOCKET = "turns"
 POLL_S = 0.02
@@ -46,11 +46,14 @@ class ServedScript:
         MeasurementError: no step ended in time.
     """
 
-    def __init__(self, command: Command, record: ProbeRecord, settings: ScriptSettings, *, seconds: float, in_place: bool) -> None:
+    def __init__(
+        self, command: Command, record: ProbeRecord, settings: ScriptSettings, *, seconds: float, in_place: bool
+    ) -> None:
         self._key = secrets.token_hex(16)
         self._seconds = max(20.0, min(seconds, SLOWER_START * record.start_s + 20.0))
         self._limit_s = max(30.0, seconds)
-        plan = {"mode": "turns", "anchor": anchor_of(record), "settings": to_json(settings), "key": self._key}
+        anchor = anchor_of(record) | {"site": moved(record.anchor_site, command.folder, settings.files)}
+        plan = {"mode": "turns", "anchor": anchor, "settings": to_json(settings), "key": self._key}
         self.started = settings
         self.current: dict[str, Any] = to_json(settings)
         self.process = ScriptProcess(command, plan, in_place=in_place)
@@ -141,7 +144,7 @@ def _has_workers(settings: ScriptSettings) -> bool:
     return any(found.workers for found in settings.loaders.values())
 
 
-def anchor_of(record: ProbeRecord) -> Mapping[str, Any]:
+def anchor_of(record: ProbeRecord) -> dict[str, Any]:
     """The plan's ``anchor`` for the steps of ``record``."""
     return {"kind": record.anchor, "site": record.anchor_site, "index": 0}
 

@@ -10,6 +10,7 @@ from trimtab.core.evidence import ProbeRecord
 from trimtab.errors import UsageError
 from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
+from trimtab.probe.serving import anchor_of
 
 SLOWER, SPARE_S = 20.0, 30.0
 """How much slower a step under the profiler may be before the run is given up, and seconds for start and files besides."""
@@ -70,7 +71,7 @@ def traced(
     steps = record.steps if schedule is None else schedule.steps
     plan = {
         "mode": "trace",
-        "anchor": {"kind": record.anchor, "site": record.anchor_site, "index": 0},
+        "anchor": anchor_of(record),
         "steps": steps,
         "nvtx": nvtx,
         "schedule": None if schedule is None else dataclasses.asdict(schedule),
