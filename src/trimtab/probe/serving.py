@@ -46,7 +46,9 @@ class ServedScript:
         MeasurementError: no step ended in time.
     """
 
-    def __init__(self, command: Command, record: ProbeRecord, settings: ScriptSettings, *, seconds: float, in_place: bool) -> None:
+    def __init__(
+        self, command: Command, record: ProbeRecord, settings: ScriptSettings, *, seconds: float, in_place: bool
+    ) -> None:
         self._key = secrets.token_hex(16)
         self._seconds = max(20.0, min(seconds, SLOWER_START * record.start_s + 20.0))
         self._limit_s = max(30.0, seconds)
@@ -105,7 +107,7 @@ class ServedScript:
 
 
 class Turns:
-    """A :class:`~trimtab.measure.timer.Runner` of the steps of a script with some settings, which it switches to before a block.
+    """A :class:`~trimtab.measure.timer.Runner` of the steps of a script with some settings, switched to before a block.
 
     All calls of a block get their mean: what steps cost now and then, as for a log or a longer batch, counts with its share.
     """
