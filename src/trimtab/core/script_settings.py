@@ -71,7 +71,7 @@ class ScriptSettings:
         loaders = dict(self.loaders)
         for site, found in other.loaders.items():
             values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
-            given = {n: value for n, value in values.items() if value is not None and (value is not False or n == "persistent")}
+            given = {n: value for n, value in values.items() if value is not None and (n, value) != ("batch_fetch", False)}
             loaders[site] = dataclasses.replace(loaders.get(site, LoaderSettings()), **given)
         changed = other.changes() | {"loaders": loaders, "environment": {**self.environment, **other.environment}}
         return dataclasses.replace(self, **changed)

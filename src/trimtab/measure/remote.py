@@ -90,7 +90,7 @@ class RemoteRunner:
         return int(self._ask({"do": "pace"}, self._timeout_s)["ns"])
 
     def change(self, settings: Mapping[str, Any]) -> None:
-        """Make a script that serves its steps (:mod:`trimtab.probe.inside.turns`) run with ``settings`` from its next step on."""
+        """Make a script that serves its steps (:mod:`trimtab.probe.inside.turns`) use ``settings`` from its next step on."""
         self._ask({"do": "set", "settings": settings}, self._timeout_s)
 
     def stop(self) -> None:

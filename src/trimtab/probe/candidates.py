@@ -22,9 +22,10 @@ def candidates(record: ProbeRecord, environment: Environment) -> list[ScriptSett
     """The settings to try for a script, those first whose cause was seen most clearly. No setting of lower precision is there,
     because the losses would differ."""
     found = [*_step(record), *_data(record), *_memory(record), *_threads(record)]
-    if any(not module.compiled and module.parameters for module in record.modules) and record.step_ms >= COMPILES_FROM_MS:
-        if environment.compiler is not None or record.device.startswith("cuda"):
-            found.append(ScriptSettings(compile=True))
+    plain = any(not module.compiled and module.parameters for module in record.modules)
+    compiles = environment.compiler is not None or record.device.startswith("cuda")
+    if plain and compiles and record.step_ms >= COMPILES_FROM_MS:
+        found.append(ScriptSettings(compile=True))
     return found
 
 

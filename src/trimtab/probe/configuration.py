@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -16,7 +18,7 @@ from trimtab._internal.serialization import from_json, to_json, write_text
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.errors import UsageError
-from trimtab.hardware.environment import Environment
+from trimtab.hardware import system
 from trimtab.probe.command import Command
 
 FILE = "trimtab.toml"
@@ -37,11 +39,22 @@ class Conditions:
     @classmethod
     def here(cls) -> Conditions:
         """Those of this machine and this interpreter."""
-        found = Environment.capture()
-        gpu = found.gpus[0].name if found.gpus else ""
         return cls(
-            cpu=found.cpu, cores=found.usable_cores, gpu=gpu, torch=found.versions.get("torch", ""), python=found.python
+            cpu=system.cpu_name(),
+            cores=system.usable_cores(),
+            gpu=_gpu(),
+            torch=importlib.metadata.version("torch"),
+            python=platform.python_version(),
         )
+
+
+def _gpu() -> str:
+    """The first NVIDIA GPU as the driver names it; nothing is initialized for that."""
+    for path in sorted(pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +118,7 @@ class Configuration:
         refuse_existing(path, overwrite)
         changes = to_json(self.settings.changes())
         loaders = changes.get("loaders", {})
-        changes["loaders"] = {site: {k: v for k, v in each.items() if v not in (None, False)} for site, each in loaders.items()}
+        changes["loaders"] = {site: {k: v for k, v in each.items() if v is not None} for site, each in loaders.items()}
         tables = {
             "script": {"command": list(self.command), "sha256": dict(self.files)},
             "settings": changes,

@@ -77,6 +77,11 @@ class ScriptProcess:
             )
 
     @property
+    def pid(self) -> int:
+        """The process that all processes of the command descend from."""
+        return self._process.pid
+
+    @property
     def contained(self) -> Literal["overlay", "guarded", "in place"]:
         """Where the writes go; see :mod:`trimtab.probe.containment`."""
         found: Literal["overlay", "guarded", "in place"] = self._containment().get("contained", "in place")

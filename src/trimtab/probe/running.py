@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 from typing import NoReturn
 
@@ -18,8 +19,8 @@ def run(command: Command, *, path: pathlib.Path | None = None, anyway: bool = Fa
     """Replace this process by that of ``command``, with the settings that ``trimtab tune`` found.
 
     Where the script, its loaders' files, the machine or torch differ from what they were, one line on standard error says so
-    and the script runs as written, unless ``anyway``. ``TRIMTAB=off`` runs it as written. Nothing is printed on standard output;
-    exit code, signals and terminal are the script's.
+    and the script runs as written, unless ``anyway``. ``TRIMTAB=off`` runs it as written. Nothing is printed on standard
+    output; exit code, signals and terminal are the script's.
 
     Raises:
         UsageError: the file cannot be read.
@@ -30,6 +31,9 @@ def run(command: Command, *, path: pathlib.Path | None = None, anyway: bool = Fa
         environment |= _changes(command, path, anyway)
     sys.stdout.flush()
     sys.stderr.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and a new program must not
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.execvpe(command.argv[0], list(command.argv), environment)
 
 

@@ -108,7 +108,7 @@ class ServedScript:
 
 
 class Turns:
-    """A :class:`~trimtab.measure.timer.Runner` of the steps of a script with some settings, which it switches to before a block.
+    """A :class:`~trimtab.measure.timer.Runner` of the steps of a script with some settings, switched to before a block.
 
     All calls of a block get their mean: what steps cost now and then, as for a log or a longer batch, counts with its share.
     """

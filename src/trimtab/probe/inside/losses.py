@@ -112,7 +112,9 @@ def _without_dropout() -> None:
         setattr(functional, name, passing)
     attention = functional.scaled_dot_product_attention
 
-    def still(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> Any:
+    def still(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    ) -> Any:
         return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     functional.scaled_dot_product_attention = still  # type: ignore[assignment]

@@ -12,8 +12,8 @@ def apply(settings: Mapping[str, Any]) -> None:
     """Make the process run with ``settings``, the JSON form of :class:`~trimtab.core.script_settings.ScriptSettings`, from the
     next step on. Whatever an earlier call switched on and ``settings`` does not name is switched off.
 
-    ``loaders`` and ``keep_freed`` hold for objects and memory that are made later, and must be applied before the script begins;
-    ``keep_freed`` cannot be undone. ``environment`` is set by whoever starts the process.
+    ``loaders`` and ``keep_freed`` hold for objects and memory that are made later, and must be applied before the script
+    begins; ``keep_freed`` cannot be undone. ``environment`` is set by whoever starts the process.
     """
     for remedy in (process, optimizers, modules, loaders, ceilings):
         remedy.switch(settings)

@@ -23,7 +23,7 @@ Restore = Callable[[Any], Any]
 def trimmed(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Restore | None]:
-    """Arguments without the columns that are padding in every row, and a function that pads outputs with zeros to the old width.
+    """Arguments without the columns that are padding in every row, and a function that pads outputs with zeros to their width.
 
     Columns at the end are cut; those at the beginning only where ``position_ids`` are given, because their number is the
     position otherwise. The function is ``None`` if nothing was cut.
