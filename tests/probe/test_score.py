@@ -41,7 +41,7 @@ def test_without_a_measurement_together_gains_multiply() -> None:
 
 def test_remedies_that_bring_nothing_together_count_with_the_best_alone() -> None:
     together = Together(settings=ScriptSettings(), gain=Interval(1.0, 0.9, 1.1))
-    assert score(record(), findings()[:2], together).total == round(100 / 1.6)
+    assert score(record(), findings()[:2], together).saved == round(1 - 1 / 1.6, 4)
 
 
 def test_a_script_with_nothing_to_gain_has_full_marks() -> None:

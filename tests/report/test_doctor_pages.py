@@ -46,7 +46,7 @@ def test_a_good_score_is_not_called_slow() -> None:
 def test_the_page_needs_no_network_and_shows_everything() -> None:
     patch = Patch(text="--- a/train.py\n+++ b/train.py\n", rules=("logging",), reason="the budget was spent")
     page = html(dataclasses.replace(diagnosis(), patch=patch))
-    assert "default-src 'none'" in page
+    assert "default-src &#39;none&#39;" in page
     assert "http://" not in page
     assert "https://" not in page
     for part in ("57 of 100", "wait for DataLoader", "train.py:18", "aten::mkldnn_convolution", "+++ b/train.py", "polyline"):

@@ -127,9 +127,14 @@ def doctor(
         else:
             if loader is not None or loss is not None or optimizer is not None:
                 raise UsageError("loader=, loss= and optimizer= belong to a model; a script brings its own.")
-            words = (os.fspath(path_of(subject, "What is examined", "train.py")), *map(str, args))
-            command = stack.enter_context(opened(words))
-            words = named(words)
+            name = os.fspath(path_of(subject, "What is examined", "train.py"))
+            if is_workload(name):
+                if args:
+                    raise UsageError(f"args is {args!r}; only a script takes arguments, and {name} is a workload.")
+                command = stack.enter_context(workload_steps(name))
+            else:
+                command = Command.of(name, args=[*map(str, args)])
+            words = (name, *(("--", *map(str, args)) if args else ()))
         request = Request(
             command=command,
             words=words,
@@ -153,33 +158,15 @@ def checked_steps(steps: int, name: str) -> int:
 
 
 @contextlib.contextmanager
-def opened(words: Sequence[str], module: str | None = None) -> Iterator[Command]:
-    """The command for the ``words`` of the command line: a script, a module, a launcher, or the steps of a workload.
+def workload_steps(reference: str) -> Iterator[Command]:
+    """A command that makes the steps of the workload that ``reference`` names, for the time of the block.
 
     Raises:
-        UsageError: there is no such script, module or workload.
+        UsageError: there is no such workload.
+        WorkloadError: its file failed.
     """
-    if module is None and words and is_workload(words[0]):
-        if words[1:]:
-            raise UsageError(f"{words[0]} is a workload, which takes no arguments, but {' '.join(words[1:])!r} was given.")
-        with _steps_of(load_workload(words[0]), reference=words[0]) as command:
-            yield command
-        return
-    if module is not None:
-        yield Command.of(module=module, args=words)
-    elif words and words[0].endswith(".py"):
-        yield Command.of(words[0], args=words[1:])
-    else:
-        yield Command.of(launcher=words)
-
-
-def named(words: Sequence[str], module: str | None = None) -> tuple[str, ...]:
-    """The words as they are typed on the command line, where arguments of a script, and launchers, stand behind ``--``."""
-    if module is not None:
-        return ("-m", module, *(("--", *words) if words else ()))
-    if words and (words[0].endswith(".py") or is_workload(words[0])):
-        return (words[0], *(("--", *words[1:]) if words[1:] else ()))
-    return ("--", *words)
+    with _steps_of(load_workload(reference), reference=reference) as command:
+        yield command
 
 
 def is_workload(word: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import shutil
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -16,15 +16,8 @@ from trimtab._internal.serialization import dumps
 from trimtab._internal.text import plain
 from trimtab._internal.units import positive, seconds
 from trimtab.cli._lazy import late
+from trimtab.cli._script import Module, Words, command_of, lines
 from trimtab.errors import UsageError
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="SCRIPT [-- ARGUMENTS]", help="train.py, workload.py:NAME, or -- and a launcher with its arguments."
-    ),
-]
-Module = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module as python -m does.")]
 
 
 def doctor_command(
@@ -61,15 +54,18 @@ def doctor_command(
       trimtab doctor -- torchrun --nproc_per_node 2 train.py
       trimtab doctor workload.py:workload --write patch.diff
     """
-    given = tuple(words or ())
-    if not given and module is None:
-        raise UsageError("There is nothing to examine. Name a script, such as: trimtab doctor train.py -- --epochs 1.")
-    limit = positive(seconds(budget, "--budget"), "--budget")
+    given, limit = tuple(words or ()), positive(seconds(budget, "--budget"), "--budget")
     api = late("api.doctor")
-    with api.opened(given, module) as command:
+    if module is None and given and api.is_workload(given[0]):
+        if given[1:]:
+            raise UsageError(f"{given[0]} is a workload, which takes no arguments, but {' '.join(given[1:])!r} was given.")
+        opened, typed_again = api.workload_steps(given[0]), given
+    else:
+        opened, typed_again = contextlib.nullcontext(command_of(given, module)), again(given, module)
+    with opened as command:
         request = api.Request(
             command=command,
-            words=api.named(given, module),
+            words=typed_again,
             seconds=limit,
             steps=api.checked_steps(steps, "--steps"),
             in_place=in_place,
@@ -79,7 +75,7 @@ def doctor_command(
             schedule=late("probe.tracing").Schedule.parse(schedule),
             nvtx=nvtx,
         )
-        found = api.examined(request, _progress(limit))
+        found = api.examined(request, lines(limit))
     if write is not None and found.patch is None:
         typer.echo("note: No finding has an edit that is complete, so no patch was written.", err=True)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -87,11 +83,10 @@ def doctor_command(
     return 0
 
 
-def _progress(limit: float) -> Callable[[str], None]:
-    """A function that prints a sentence with the elapsed seconds to standard error."""
-    since = time.monotonic()
-
-    def said(sentence: str) -> None:
-        typer.echo(f"[{time.monotonic() - since:4.0f}/{limit:.0f} s] {plain(sentence)}", err=True)
-
-    return said
+def again(words: Sequence[str], module: str | None) -> tuple[str, ...]:
+    """The words as they are typed again: arguments of a script, and a launcher, stand behind ``--``."""
+    if module is not None:
+        return ("-m", module, *(("--", *words) if words else ()))
+    if words[0].endswith(".py"):
+        return (words[0], *(("--", *words[1:]) if words[1:] else ()))
+    return ("--", *words)

@@ -17,6 +17,7 @@ POOR = 70
 """A total below this is the first line."""
 LINES, OPERATORS, WRITES = 5, 4, 6
 """Most lines of code, operators and written files that are listed."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
 _GAIN = 23
 """Columns of a gain."""
 
@@ -27,7 +28,7 @@ def text(diagnosis: Diagnosis, columns: int | None = None) -> str:
     sections = (_verdict, _step, _remedies, _advice, _declined, _open, _effects, _end)
     blocks = [list(section(diagnosis)) for section in sections]
     lines = [line for block in blocks if block for line in block]
-    return "\n".join(part for line in lines for part in _wrapped(line, width))
+    return "\n".join(part for line in lines for part in _wrapped(line, width)).replace(NO_BREAK, " ")
 
 
 def _wrapped(line: str, width: int) -> list[str]:
@@ -55,7 +56,11 @@ def _step(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"{said.step(record)}, {said.CONTAINED[record.contained]}."
     split = said.shares(record)
     if split:
-        yield "  " + "   ".join(f"{name} {share:.1%}" for name, _, share in split) + f"   = {sum(s for *_, s in split):.1%}"
+        yield (
+            "  "
+            + "  ".join(f"{name} {share:.1%}" for name, _, share in split)
+            + f"  ={NO_BREAK}{sum(s for *_, s in split):.1%}"
+        )
     if parts := said.run_parts(record):
         yield "  of the run: " + ", ".join(f"{name} {words.duration(seconds)}" for name, seconds in parts)
     for line in record.lines[:LINES]:
@@ -150,8 +155,10 @@ def _some(items: tuple[str, ...]) -> str:
 
 def _end(diagnosis: Diagnosis) -> Iterator[str]:
     found = diagnosis.score
-    yield "score  " + "   ".join(f"{name} {points}" for name, points in found.categories.items()) + f"   total {found.sentence}"
+    yield "score  " + "   ".join(f"{name} {points}" for name, points in found.categories.items())
+    yield f"  total {found.sentence}"
     if diagnosis.files:
         yield f"written: {', '.join(diagnosis.files)}"
     if any(standing(finding) == "pays" for finding in diagnosis.findings):
-        yield f"next:  trimtab tune {_name(diagnosis)}    writes trimtab.toml; then `trimtab run {_name(diagnosis)}`"
+        yield f"next:  trimtab tune {_name(diagnosis)}"
+        yield f"       writes trimtab.toml; then: trimtab run {_name(diagnosis)}"

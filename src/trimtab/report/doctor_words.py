@@ -44,6 +44,7 @@ SETTINGS: Mapping[str, str] = {
     "keep_freed": "freed memory kept in the process",
     "batch_fetch": "whole batches read at once",
 }
+KEPT = {"persistent": "kept over epochs", "pin_memory": "pinned memory"}
 CONTAINED = {
     "overlay": "in a copy of its folder (overlay): nothing that you have is touched",
     "guarded": "where it is, guarded: a write to a file that existed ends the run",
@@ -66,6 +67,8 @@ def _parts(settings: ScriptSettings) -> Iterator[str]:
             yield from (f"{key}={text}" for key, text in settings.environment.items())
         elif name == "without":
             yield f"without {value}"
+        elif name == "files":
+            yield "the patched script"
         elif name in SETTINGS:
             yield SETTINGS[name]
         elif name == "threads":
@@ -81,6 +84,10 @@ def _loader_parts(loader: LoaderSettings) -> Iterator[str]:
             continue
         if field.name == "workers":
             yield words.count(value, "worker")
+        elif field.name == "prefetch":
+            yield f"{words.count(value, 'batch')} read ahead"
+        elif field.name in KEPT:
+            yield f"{'' if value else 'not '}{KEPT[field.name]}"
         elif field.name in SETTINGS:
             yield SETTINGS[field.name]
         else:
