@@ -123,7 +123,7 @@ def doctor(
                 raise UsageError(f"args is {args!r}; only a script takes arguments.")
             workload, name = _workload(subject, loader, loss, optimizer)
             command = stack.enter_context(_steps_of(workload, loader=None if workload.mode == "train" else loader))
-            words = (name,)
+            words: tuple[str, ...] = (name,)
         else:
             if loader is not None or loss is not None or optimizer is not None:
                 raise UsageError("loader=, loss= and optimizer= belong to a model; a script brings its own.")

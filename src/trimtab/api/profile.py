@@ -147,7 +147,7 @@ class Profiling:
         self._profiler = torch_profile(activities=_activities()) if self._operators else None
         if self._profiler is not None:
             with quiet():
-                self._profiler.__enter__()
+                self._profiler.__enter__()  # type: ignore[no-untyped-call]
         self._cpu, self._wall = time.process_time(), time.perf_counter()
         return self
 
@@ -158,7 +158,7 @@ class Profiling:
         operators = []
         if self._profiler is not None:
             with quiet():
-                self._profiler.__exit__(None, None, None)
+                self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             operators = _operator_times(self._profiler)
         self._memory.__exit__(None, None, None)
         peak = self._memory.result

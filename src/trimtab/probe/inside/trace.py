@@ -42,7 +42,7 @@ def _profiled(schedule: dict[str, int]) -> Callable[[], None]:
     profiler = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(**schedule),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(PLAN["out"]),  # type: ignore[no-untyped-call]
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(PLAN["out"]),
         profile_memory=True,
         record_shapes=True,
     )
