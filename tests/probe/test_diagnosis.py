@@ -1,4 +1,4 @@
-"""The course of a diagnosis: watched, checked, measured, sorted. The parts are tested on their own; here they are stored facts."""
+"""The course of a diagnosis: watched, checked, measured, sorted. Its parts are replaced by stored facts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from _diagnoses import FUSED, NO_DATA, NO_LOGGING, WORKERS, findings, record
 
+from _diagnoses import FUSED, NO_DATA, NO_LOGGING, WORKERS, findings, record
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.probe import diagnosis
