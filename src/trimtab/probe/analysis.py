@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -52,7 +53,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
     """The record of a log. ``outside`` are fields that only the driver knows, such as ``contained``."""
     marks = log["marks"]
     skipped = min(int(log["warm_up"]), max(1, (len(marks) - 1) // 3))
-    every = [Unit(before, after) for before, after in zip(marks[:-1], marks[1:], strict=True)]
+    every = [Unit(before, after) for before, after in itertools.pairwise(marks)]
     units = every[skipped:] or every[-1:]
     kind, where, _ = log["anchor"]
     evaluating = {u for u in units if u.evaluates} if kind in ("optimizer", "backward") else set()
@@ -69,7 +70,6 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
     step_ms = sum(u.ms for u in clean) / n
     phases = {name: sum(u.phases[i] for u in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
     median = statistics.median(u.ms for u in clean)
-    wall_s = (clean[-1].end - clean[0].start) / 1e9
     busy = log["busy"]
     return ProbeRecord(
         command=tuple(command),
@@ -79,7 +79,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         steps=n,
         step_ms=step_ms,
         median_ms=median,
-        probe_ms=sum(u.probe_ms for u in clean) / n,
+        probe_ms=statistics.median(u.probe_ms for u in clean),
         times_ms=tuple(u.ms for u in clean),
         phases=phases,
         run_s=_run(log, every, units, evaluating, starting, median),
@@ -88,7 +88,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         loaders=_loaders(log, totals, mixed, n, len(evaluating)),
         optimizers=_optimizers(log, totals, n),
         modules=_modules(log, totals, windows, n, len(evaluating)),
-        calls=_calls(totals, n),
+        calls=_calls(totals, mixed, n, len(every)),
         operators=tuple(OperatorRecord(**found) for found in log["operators"].get("operators", ())),
         operator_calls=log["operators"].get("calls", 0.0),
         small_operators=log["operators"].get("small", 0.0),
@@ -99,7 +99,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         threads=log["threads"],
         cores=log["cores"],
         cpu_share=min(1.0, sum(u.cpu_ms for u in clean) / max(sum(u.ms + u.probe_ms for u in clean), 1e-9) / log["cores"]),
-        others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / max(wall_s, 1e-9) / log["cores"])) if busy else 0.0,
+        others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
         collector_ms=sum(u.collector_ms for u in clean) / n,
@@ -261,12 +261,15 @@ def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: 
     return tuple(sorted(found, key=lambda module: -module.forward_ms * module.calls))
 
 
-def _calls(totals: Totals, n: int) -> tuple[CallRecord, ...]:
-    found = [
-        CallRecord(name=key[1], site=key[2] or "", calls=calls / n, ms=ms / n)
-        for key, (calls, ms) in totals.items()
-        if key[0] == "call"
-    ]
+def _calls(totals: Totals, mixed: Totals, n: int, every: int) -> tuple[CallRecord, ...]:
+    """Calls per clean step; of ``torch.save``, which belongs to no step, per step of the whole run."""
+    found = []
+    for key in {**totals, **mixed}:
+        (calls, ms), (rare, rare_ms) = _of(totals, *key), _of(mixed, *key)
+        if key[0] == "call" and key[1] == "torch.save":
+            found.append(CallRecord(name=key[1], site=key[2] or "", calls=(calls + rare) / every, ms=(ms + rare_ms) / every))
+        elif key[0] == "call" and calls:
+            found.append(CallRecord(name=key[1], site=key[2] or "", calls=calls / n, ms=ms / n))
     return tuple(sorted(found, key=lambda call: -call.ms))
 
 

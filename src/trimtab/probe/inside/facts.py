@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -147,23 +149,34 @@ def _anomaly_was_on() -> bool:
     return bool(torch.is_anomaly_enabled() or calls.flags.get("anomaly mode") is not None)
 
 
-def busy() -> tuple[int, float]:
-    """Clock ticks of all processors that were not idle, and the CPU time of this process in s."""
+def busy() -> tuple[int, float, float]:
+    """Clock ticks of all processors that were not idle, the CPU time of this process and its children, and the time, in s."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]
     except (OSError, ValueError):
-        return 0, 0.0
+        return 0, 0.0, time.monotonic()
     times = os.times()
-    return sum(ticks) - ticks[3] - ticks[4], times.user + times.system
+    return sum(ticks) - ticks[3] - ticks[4], times.user + times.system + _children_s(), time.monotonic()
 
 
-def busy_since(before: tuple[int, float] | None) -> dict[str, float]:
-    """Seconds of CPU time since ``before``: of all processes, and of this one."""
-    if before is None:
+def _children_s() -> float:
+    """CPU time of the processes that this one started and that still run: workers of loaders."""
+    found, parent = 0, os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", encoding="ascii") as file:
+                words = file.read().rpartition(")")[2].split()
+                found += int(words[11]) + int(words[12]) if int(words[1]) == parent else 0
+    return found / float(os.sysconf("SC_CLK_TCK"))
+
+
+def busy_since(before: tuple[int, float, float] | None) -> dict[str, float]:
+    """Seconds of CPU time since ``before``: of all processes, and of this one; and of wall time."""
+    if before is None or not before[0]:
         return {}
     now = busy()
-    return {"all_s": (now[0] - before[0]) / os.sysconf("SC_CLK_TCK"), "own_s": now[1] - before[1]}
+    return {"all_s": (now[0] - before[0]) / os.sysconf("SC_CLK_TCK"), "own_s": now[1] - before[1], "wall_s": max(now[2] - before[2], 1e-6)}
 
 
 def plain(key: tuple[Any, ...]) -> list[Any]:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -39,7 +40,7 @@ graphs: list[list[Any]] = []
 notes: list[str] = []
 _evaluations = _iterators = _collector_ns = 0
 _age_s, _began_ns = process_age_s(), time.perf_counter_ns()
-_busy_at_start: tuple[int, float] | None = None
+_busy_at_start: tuple[int, float, float] | None = None
 _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
@@ -199,6 +200,11 @@ def _save(name: str, data: dict[str, Any]) -> None:
     os.replace(path + ".new", path)
 
 
+def _is_temporary(path: str) -> bool:
+    """Whether a file for temporary use is gone again."""
+    return path.startswith(tempfile.gettempdir()) and not os.path.lexists(path)
+
+
 def _write(finished: bool) -> None:
     anchor = steps.anchor or steps.decide(late=True)
     of_anchor = marks.get(anchor, []) if anchor else []
@@ -220,7 +226,7 @@ def _write(finished: bool) -> None:
             "marks": measured,
             "warm_up": WARM_UP,
             "tallies": [
-                [ns, [[facts.plain(key), *found] for key, found in entries]] for ns, entries in tallies if ns <= measured[-1][0]
+                [ns, [[facts.plain(key), found] for key, found in entries]] for ns, entries in tallies if ns <= measured[-1][0]
             ],
             "samples": facts.plain_samples(first_ns, measured[-1][0]),
             "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
@@ -228,7 +234,7 @@ def _write(finished: bool) -> None:
             "losses": [float(hooks.read(loss)) for loss in losses or outputs],
             "notes": notes,
             "busy": facts.busy_since(_busy_at_start),
-            "writes": list(dict.fromkeys([*calls.saved, *audit.writes])),
+            "writes": [path for path in dict.fromkeys([*calls.saved, *audit.writes]) if not _is_temporary(path)],
             "network": list(audit.network),
             "children": list(audit.children),
             "operators": operators.found,
