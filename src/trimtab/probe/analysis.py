@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import math
 import statistics
@@ -177,7 +178,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int) -> tuple[LoaderRecord, ...]:
-    found = []
+    found: dict[Any, LoaderRecord] = {}
     reading: dict[int, list[float]] = log.get("reading", {})
     for facts in log["loaders"]:
         calls, ms = _of(totals, "loader", facts["number"])
@@ -189,37 +190,51 @@ def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int)
         here, there = _of(totals, "read", facts["dataset_id"]), _of(mixed, "read", facts["dataset_id"])
         worker = reading.get(facts["dataset_id"], [])
         reads, read_ms = here[0] + there[0], here[1] + there[1]
-        found.append(
-            LoaderRecord(
-                site=facts["site"],
-                dataset=facts["dataset"],
-                **{
-                    name: facts[name]
-                    for name in (
-                        "iterable",
-                        "tensors",
-                        "batch_fetch",
-                        "draws",
-                        "examples",
-                        "batch_size",
-                        "workers",
-                        "persistent",
-                    )
-                    if name in facts
-                },
-                prefetch=facts.get("prefetch"),
-                pin_memory=facts.get("pin_memory", False),
-                batches=round(calls),
-                iterators=round(iterators),
-                start_ms=sum(ms for _, ms in made) / iterators if iterators else 0.0,
-                wait_ms=ms / calls if calls else other_ms / other_calls if other_calls else 0.0,
-                read_ms=read_ms / reads if reads else statistics.fmean(worker) if worker else None,
-                batch_bytes=round(_mean(facts.get("bytes", ()))),
-                dtypes=tuple(facts.get("dtypes", ())),
-                padding=_mean(facts["padding"]) if facts.get("padding") else None,
-            )
+        record = LoaderRecord(
+            site=facts["site"],
+            dataset=facts["dataset"],
+            **{
+                name: facts[name]
+                for name in (
+                    "iterable",
+                    "tensors",
+                    "batch_fetch",
+                    "draws",
+                    "examples",
+                    "batch_size",
+                    "workers",
+                    "persistent",
+                )
+                if name in facts
+            },
+            prefetch=facts.get("prefetch"),
+            pin_memory=facts.get("pin_memory", False),
+            batches=round(calls),
+            iterators=round(iterators),
+            start_ms=sum(ms for _, ms in made) / iterators if iterators else 0.0,
+            wait_ms=ms / calls if calls else other_ms / other_calls if other_calls else 0.0,
+            read_ms=read_ms / reads if reads else statistics.fmean(worker) if worker else None,
+            batch_bytes=round(_mean(facts.get("bytes", ()))),
+            dtypes=tuple(facts.get("dtypes", ())),
+            padding=_mean(facts["padding"]) if facts.get("padding") else None,
         )
-    return tuple(found)
+        key = record.site, record.dataset, record.examples, record.batch_size
+        found[key] = _together(found[key], record) if key in found else record
+    return tuple(found.values())
+
+
+def _together(one: LoaderRecord, other: LoaderRecord) -> LoaderRecord:
+    """The record of two loaders that one line made, as where a loader is made for each epoch."""
+    batches, iterators = one.batches + other.batches, one.iterators + other.iterators
+    wait = one.wait_ms * one.batches + other.wait_ms * other.batches
+    start = one.start_ms * one.iterators + other.start_ms * other.iterators
+    return dataclasses.replace(
+        one,
+        batches=batches,
+        iterators=iterators,
+        wait_ms=wait / batches if batches else one.wait_ms,
+        start_ms=start / iterators if iterators else one.start_ms,
+    )
 
 
 def _optimizers(log: Json, totals: Totals, n: int) -> tuple[OptimizerRecord, ...]:
@@ -254,7 +269,7 @@ def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: 
                 training=by_mode[True][0] >= by_mode[False][0] if calls else False,
                 calls=calls / n,
                 forward_ms=ms / calls if calls else 0.0,
-                gradients_unused=len(unused) / called if called else 0.0,
+                gradients_unused=min(1.0, len(unused) / called) if called else 0.0,
                 unused_ms=per_step or outside / max(evaluations, 1),
             )
         )

@@ -91,7 +91,7 @@ def observe(
 
 
 def _complete(out: pathlib.Path) -> bool:
-    return any('"finished": false' in path.open(encoding="utf-8").read(200) for path in out.glob("log-*.json"))
+    return any('"finished": false' in path.read_text(encoding="utf-8")[:200] for path in out.glob("log-*.json"))
 
 
 def _read(out: pathlib.Path, pattern: str) -> list[dict[str, Any]]:

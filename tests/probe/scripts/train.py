@@ -19,7 +19,7 @@ model = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 8, 3), nn.ReLU(),
 loss_of = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 history = []
-for epoch in range(args.epochs):
+for _ in range(args.epochs):
     model.train()
     for images, labels in loader:
         optimizer.zero_grad(set_to_none=False)
@@ -30,6 +30,6 @@ for epoch in range(args.epochs):
         history.append(torch.ones(500_000) * loss.item())
         print("loss", loss.item())
     model.eval()
-    for images, _ in held_out:
+    for images, _labels in held_out:
         model(images)
     torch.save(model.state_dict(), "model.pt")

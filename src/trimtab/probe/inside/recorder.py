@@ -93,6 +93,7 @@ def _collect(phase: str, info: dict[str, int]) -> None:
 def _epoch(loader: loaders.Loader) -> None:
     global _iterators
     _iterators += 1
+    facts.remember(loader)
 
 
 def _backward(tensors: Any, place: Any) -> None:
@@ -150,16 +151,18 @@ def _mark(key: Key) -> None:
             finish(False)
         return
     count = len(of_key)
+    mixed = before is not None and now[4:6] != before[4:6]
     if _profiled_from is not None:
-        if count - _profiled_from >= operators.STEPS or _out_of_time:
-            operators.stop(count - _profiled_from)
+        if operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time:
+            operators.stop()
             finish(False)
         return
     if before is not None and count > WARM_UP:
-        _clean += now[4:6] == before[4:6]
+        _clean += not mixed
     wanted = int(PLAN.get("steps") or 40)
-    growth.look(count, _clean, wanted)
-    if _clean >= wanted or count - WARM_UP >= 3 * wanted or _out_of_time:
+    enough = _clean >= wanted or count - WARM_UP >= (wanted if 2 * _clean < count - WARM_UP else 3 * wanted)
+    growth.look(count - WARM_UP, enough)
+    if enough or _out_of_time:
         if _out_of_time or not operators.start(notes):
             finish(False)
         _profiled_from = count
