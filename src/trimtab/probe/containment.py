@@ -17,8 +17,8 @@ import tempfile
 from trimtab.probe.command import Command
 
 SYSTEM = frozenset(
-    ["bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "opt", "proc", "run", "sbin", "snap", "sys"]
-    + ["tmp", "usr", "var"]
+    {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "opt", "proc", "run", "sbin", "snap", "sys"}
+    | {"tmp", "usr", "var"}
 )
 
 

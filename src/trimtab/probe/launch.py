@@ -70,6 +70,7 @@ class ScriptProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                bufsize=0,
                 env={**os.environ, **variables, **environment(self.plan)},
             )
 
@@ -132,7 +133,6 @@ class ScriptProcess:
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(OSError):
                 self._process.stdin.write(b"s")
-                self._process.stdin.flush()
             self._process.wait()
             self._process.stdin.close()
 

@@ -137,7 +137,8 @@ def on_optimizer_step(
 _losses: list[Callable[[float], None]] = []
 _at_backward: list[Callable[[Any, Place], None]] = []
 _after_backward: list[Callable[[Place], None]] = []
-_item = torch.Tensor.item
+read = torch.Tensor.item
+"""``Tensor.item`` as it was before it was watched."""
 
 
 def scalar(tensors: Any) -> torch.Tensor | None:
@@ -164,7 +165,7 @@ def _install_backward() -> None:
                 seen(tensors, place)
             if _losses:
                 loss = scalar(tensors)
-                value = float(_item(loss)) if loss is not None else float("nan")
+                value = float(read(loss)) if loss is not None else float("nan")
                 for told in _losses:
                     told(value)
             clock.switch(clock.BACKWARD)
