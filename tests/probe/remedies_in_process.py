@@ -122,7 +122,7 @@ def test_padding_is_cut_and_put_back(masked: bool) -> None:
     got = call(model, ids, **mask)
     assert model.widths == [20, 7]
     assert got["hidden"].shape == want["hidden"].shape
-    assert torch.equal(got["pooled"], want["pooled"])
+    assert torch.allclose(got["pooled"], want["pooled"], rtol=1e-5)  # sums in another order
     assert torch.equal(got["hidden"][ids != 0], want["hidden"][ids != 0])
     apply({})
     call(model, ids, **mask)
@@ -140,7 +140,7 @@ def test_channels_last_and_back_with_the_state_of_the_optimizer() -> None:
         loss = call(net, x).square().mean()
         loss.backward()
         by.step()
-        return float(loss)
+        return float(loss.detach())
 
     want = [step(other, plain) for _ in range(4)]
     got = [step(model, optimizer)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def test_settings_are_timed_in_turns_with_their_losses(script: pathlib.Path) -> 
     loader = ScriptSettings(loaders={"train.py:11": LoaderSettings(batch_fetch=True)})
     asked = [ScriptSettings(debug_off=True), ScriptSettings(float32=True, autocast="float16"), loader]
     told: list[str] = []
-    faster, other, read = measure(command, record(), asked, seconds=40, on_progress=told.append)
+    faster, other, read = measure(command, record(), asked, seconds=60, on_progress=told.append)
     assert faster.gain is not None
     assert faster.gain.value > 1.1
     assert (faster.losses, faster.how, faster.failed) == ("equal", "one process", None)
@@ -92,7 +93,7 @@ def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathl
 
 
 def test_what_pays_is_confirmed_written_and_applied(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    command = Command.of(script, args=["40"])
+    command = Command.of(script, args=["4000"])
     settings = ScriptSettings(debug_off=True)
     confirmed = confirm(command, record(), settings, seconds=20)
     assert confirmed.gain is not None
@@ -104,8 +105,6 @@ def test_what_pays_is_confirmed_written_and_applied(script: pathlib.Path, tmp_pa
         configuration.write(tmp_path / "trimtab.toml")
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        import os
-
         arguments = [sys.executable, "-m", "trimtab", "run", *words]
         return subprocess.run(
             arguments, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **variables}
