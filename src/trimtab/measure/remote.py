@@ -190,6 +190,8 @@ def listening(path: str, authkey: bytes) -> Iterator[Listener]:
         raise MeasurementError(
             f"A socket cannot be made at {path}: {error}. Name one in a folder that can be written."
         ) from error
+    # the finalizer of the listener would fail to remove the name that the socket was bound to
+    getattr(listener, "_listener")._unlink.cancel()  # noqa: B009 - the attribute is private
     try:
         os.chmod(hidden, stat.S_IRUSR | stat.S_IWUSR)
         os.rename(hidden, path)
@@ -197,8 +199,7 @@ def listening(path: str, authkey: bytes) -> Iterator[Listener]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        with contextlib.suppress(FileNotFoundError):
-            listener.close()  # would remove the name that it was bound to
+        listener.close()
 
 
 def _connect(path: str, authkey: bytes, seconds: float) -> Connection:

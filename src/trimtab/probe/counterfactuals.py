@@ -98,20 +98,24 @@ class _Measuring:
         found: dict[int, Outcome] = {}
         fresh = [i for i, each in enumerate(settings) if each.fresh]
         switched = [i for i, each in enumerate(settings) if not each.fresh]
-        starts = len(fresh) + bool(fresh) + bool(switched)
-        spare = TIMING_SHARE * self.seconds - starts * self.record.start_s
-        each_s = max(LEAST_S, min(MOST_S, spare / max(1, len(settings))))
-        if self.record.finished:  # a script of few steps is started again for each two or three comparisons
-            each_s = min(each_s, max(SHORTEST_S, SHORT_SHARE * self.record.run_s.get("steps", each_s)))
-        found |= self._screen({i: settings[i] for i in switched}, each_s)
-        for i in fresh:
+        found |= self._screen({i: settings[i] for i in switched}, len(fresh))
+        for place, i in enumerate(fresh):
             self.told(f"in fresh processes: {described(settings[i])}")
-            found[i] = self.in_fresh(settings[i], each_s) if self._time_for(each_s) else _failed(settings[i], OUT_OF_TIME)
+            seconds = self._seconds_for(len(fresh) - place, 2 * (len(fresh) - place))
+            found[i] = self.in_fresh(settings[i], seconds) if self._time_for(seconds) else _failed(settings[i], OUT_OF_TIME)
         for i in sorted(found, key=lambda i: -_promise(found[i])):
             if _promise(found[i]) > 1.0 and settings[i].without is None and self.left > self.losses.run_s:
                 self.told(f"comparing the losses: {described(settings[i])}")
                 found[i] = self.with_losses(found[i])
         return [found[i] for i in range(len(settings))]
+
+    def _seconds_for(self, comparisons: int, starts: int) -> float:
+        """Seconds of one of the ``comparisons`` that are left, between which the script must be started ``starts`` times."""
+        spare = self.left - (1 - TIMING_SHARE) * self.seconds - starts * self.record.start_s
+        seconds = max(LEAST_S, min(MOST_S, spare / max(1, comparisons)))
+        if self.record.finished:  # a script of few steps is started again for each two or three comparisons
+            seconds = min(seconds, max(SHORTEST_S, SHORT_SHARE * self.record.run_s.get("steps", seconds)))
+        return seconds
 
     def _time_for(self, seconds: float) -> bool:
         return self.left > min(seconds, LEAST_S) + self.record.start_s
@@ -123,13 +127,13 @@ class _Measuring:
 
     # in one process
 
-    def _screen(self, settings: dict[int, ScriptSettings], seconds: float) -> dict[int, Outcome]:
-        """Each of ``settings`` in one process, and in a new one after each that ended the script."""
+    def _screen(self, settings: dict[int, ScriptSettings], fresh: int) -> dict[int, Outcome]:
+        """Each of ``settings`` in one process, and in a new one after each that ended the script. ``fresh`` others follow."""
         found: dict[int, Outcome] = {}
         tries = dict.fromkeys(settings, 0)
         waiting = list(settings)
         while waiting:
-            if not self._time_for(seconds):
+            if not self._time_for(LEAST_S):
                 return found | {i: _failed(settings[i], OUT_OF_TIME) for i in waiting}
             first = waiting[0]
             tries[first] += 1
@@ -138,6 +142,7 @@ class _Measuring:
                     while waiting and self.left > 0:
                         i = waiting[0]
                         self.told(described(settings[i]))
+                        seconds = self._seconds_for(len(waiting) + fresh, 2 * fresh)
                         found[i] = self._switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
                         waiting.pop(0)
             except ScriptFailed as error:

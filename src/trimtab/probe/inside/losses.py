@@ -117,4 +117,4 @@ def _without_dropout() -> None:
     ) -> Any:
         return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = still  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = still

@@ -73,7 +73,7 @@ def _replay_data() -> None:
 # logging: writers, print and progress bars do nothing
 
 
-_WRITERS = {
+_WRITERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "torch.utils.tensorboard.writer": {"SummaryWriter": ("add_*", "flush")},
     "tensorboardX.writer": {"SummaryWriter": ("add_*", "flush")},
     "tqdm.std": {"tqdm": ("display", "refresh", "set_postfix", "set_postfix_str", "set_description")},

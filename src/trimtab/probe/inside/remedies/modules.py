@@ -122,7 +122,7 @@ def _convert(module: nn.Module, name: str, back: bool = False) -> None:
     """Convert parameters, buffers and the state of their optimizers in place."""
     if name == "channels_last":
         layout = torch.contiguous_format if back else torch.channels_last
-        module.to(memory_format=layout)
+        module.to(memory_format=layout)  # type: ignore[call-overload]
     else:
         if back and module not in _DOUBLES:
             return

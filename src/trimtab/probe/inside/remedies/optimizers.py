@@ -94,7 +94,7 @@ def switch(settings: Mapping[str, Any]) -> None:
     if _frees["on"] and not _frees["installed"]:
         _frees["installed"] = True
         for kind in (Optimizer, nn.Module):
-            kind.zero_grad = _freeing(kind.zero_grad)  # type: ignore[assignment]
+            kind.zero_grad = _freeing(kind.zero_grad)  # type: ignore[method-assign]
 
 
 def _freeing(zero_grad: Callable[..., None]) -> Callable[..., None]:

@@ -53,26 +53,28 @@ def excluded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """True where a position of the batch is padding, of shape (rows, columns), by the mask among the arguments or by
     ``padding_idx`` of the module's embedding; ``None`` if neither tells."""
     named = _named(module, args, kwargs)
-    tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
+    tensors: dict[str, torch.Tensor] = {
+        name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.dim() == 2
+    }
     for name, value in tensors.items():
         if name in KEEPS:
-            return value == 0
+            return torch.eq(value, 0)
         if name in DROPS:
-            return value != 0
+            return torch.ne(value, 0)
     place = _padding_value(module)
     for value in tensors.values() if place is not None else ():
         if value.dtype in (torch.int64, torch.int32):
-            return value == place
+            return torch.eq(value, place or 0)
     return None
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(_names(type(module)), args, strict=False)) | kwargs
+    return dict(zip(_names(type(module).forward), args, strict=False)) | kwargs
 
 
 @functools.cache
-def _names(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _padding_value(module: nn.Module) -> int | None:

@@ -28,7 +28,7 @@ class _Threads:
             if threads is None or multiprocessing.parent_process() is not None:  # a worker of a loader keeps its one thread
                 return
             self._set, self.asked, self._pid = torch.set_num_threads, torch.get_num_threads(), os.getpid()
-            torch.set_num_threads = self._requested
+            torch.set_num_threads = self._requested  # type: ignore[assignment]
         if threads != self.given:
             self.given = threads
             self._set(self.asked if threads is None else threads)
@@ -54,7 +54,7 @@ class _Anomaly:
                 return
             self.asked = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
             self._set = torch.set_anomaly_enabled
-            torch.set_anomaly_enabled = self._requested
+            torch.set_anomaly_enabled = self._requested  # type: ignore[assignment]
         if off != self.off:
             self.off = off
             self._set(*((False, True) if off else self.asked))
