@@ -164,7 +164,7 @@ FAULTS: dict[str, dict[str, ProbeRecord]] = {
     },
     "batch_loop": {
         "a loss": with_lines(*PAIRS),
-        "a model": with_module(calls=32.0),
+        "a model": with_module(calls=32.0, forward_ms=1.25),
         "operators": with_lines(
             dataclasses.replace(PAIRS[0], runs=0.0),
             operators=(OperatorRecord(name="aten::sub", calls=64.0, ms=1.0, site="train.py:70", site_calls=32.0),),

@@ -128,9 +128,11 @@ def on_gpu(record: ProbeRecord) -> bool:
     return record.device.startswith("cuda")
 
 
-def edit(record: ProbeRecord, site: str, advice: str, **arguments: dict[str, str]) -> CodeEdit:
-    """An edit of the line at ``site``. ``arguments`` are what :func:`with_arguments` changes, such as
+def edit(record: ProbeRecord, site: str | None, advice: str, **arguments: dict[str, str]) -> CodeEdit | None:
+    """An edit of the line at ``site``, if that is known. ``arguments`` are what :func:`with_arguments` changes, such as
     ``DataLoader={"num_workers": "2"}``. Without them, or if the new text cannot be derived, the edit is advice."""
+    if not site:
+        return None
     new = record.texts.get(site) if arguments else None
     for function, given in arguments.items():
         new = None if new is None else with_arguments(new, function, given)

@@ -57,10 +57,10 @@ class Threads(Check):
                 self,
                 message,
                 evidence={"threads": subject.threads, "cores": subject.cores, "ranks": ranks, "cpu_share": subject.cpu_share},
-                where=None if call is None else call.site,
+                where=call.site if call else None,
                 category="step",
                 settings=ScriptSettings(threads=fitting),
-                edit=None if call is None else edit(subject, call.site, f"Use {fitting} threads.", **change),
+                edit=edit(subject, call.site, f"Use {fitting} threads.", **change),
                 share=time,
             )
         ]
