@@ -193,7 +193,6 @@ def _call(body: str, function: str) -> ast.Call | None:
     tree = _parsed(body)
     if tree is None:
         return None
-    named = (ast.Name, ast.Attribute)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, named)]
-    found = [call for call in calls if (call.func.id if isinstance(call.func, ast.Name) else call.func.attr) == function]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [call for call in calls if function == getattr(call.func, "id", getattr(call.func, "attr", None))]
     return found[0] if len(found) == 1 else None
