@@ -18,7 +18,7 @@ from trimtab import errors, train
 from trimtab.api import tune
 from trimtab.artifact import artifact
 from trimtab.cli.main import app
-from trimtab.core import measurement
+from trimtab.core import evidence, measurement, script_settings
 from trimtab.core.backend import BACKENDS
 from trimtab.core.check import CHECKS
 from trimtab.core.technique import PASSES
@@ -109,6 +109,20 @@ FURTHER: dict[ModuleType, tuple[str, ...]] = {
     events: ("Progressed", "Validated", "Saved", "Adjusted", "Remarked", "Ended", "JsonLines", "TensorBoard"),
     launch: ("join",),
     tensor_parallel: ("mesh", "split_layers"),
+    script_settings: ("ScriptSettings", "LoaderSettings", "CodeEdit"),
+    evidence: (
+        "ProbeRecord",
+        "LineRecord",
+        "LoaderRecord",
+        "OptimizerRecord",
+        "ModuleRecord",
+        "CallRecord",
+        "OperatorRecord",
+        "RecompileRecord",
+        "MemoryRecord",
+        "DistributedRecord",
+        "SpanRecord",
+    ),
 }
 
 

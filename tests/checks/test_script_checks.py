@@ -87,7 +87,7 @@ def compiled(**fields: Any) -> ProbeRecord:
 
 
 FAULTS: dict[str, dict[str, ProbeRecord]] = {
-    "data_wait": {"two workers already": with_loader(read_ms=35.0)},
+    "data_wait": {"two workers already": with_loader(read_ms=70.0)},
     "one_by_one": {
         "a TensorDataset": with_loader(tensors=True, workers=0, read_ms=None),
         "a data set that takes places, with workers": with_loader(batch_fetch=True, workers=1),
@@ -142,7 +142,7 @@ FAULTS: dict[str, dict[str, ProbeRecord]] = {
     "small_operators": {"many": changed(operator_calls=2000.0, small_operators=0.6)},
     "threads": {
         "too many": changed(threads=16, calls=(call("torch.set_num_threads", 0.0, 0.0),)),
-        "too few": changed(threads=1, cpu_share=0.5),
+        "too few": changed(BY_HAND, threads=1, cpu_share=0.5),
     },
     "page_faults": {"many": with_memory(page_faults=60_000.0)},
     "gradients_for_nothing": {
@@ -164,7 +164,7 @@ FAULTS: dict[str, dict[str, ProbeRecord]] = {
     },
     "batch_loop": {
         "a loss": with_lines(*PAIRS),
-        "a model": with_module(calls=32.0),
+        "a model": with_module(calls=32.0, forward_ms=1.25),
         "operators": with_lines(
             dataclasses.replace(PAIRS[0], runs=0.0),
             operators=(OperatorRecord(name="aten::sub", calls=64.0, ms=1.0, site="train.py:70", site_calls=32.0),),
@@ -180,7 +180,7 @@ FAULTS: dict[str, dict[str, ProbeRecord]] = {
 }
 
 NEAR: dict[str, dict[str, ProbeRecord]] = {
-    "data_wait": {"a closer reason": READS, "little": with_loader(wait=5.0, read_ms=35.0)},
+    "data_wait": {"a closer reason": READS, "little": with_loader(wait=5.0, read_ms=70.0)},
     "one_by_one": {"streams": with_loader(tensors=True, iterable=True), "another class": READS},
     "workers_few": {
         "one core": changed(READS, cores=1),
@@ -228,7 +228,8 @@ NEAR: dict[str, dict[str, ProbeRecord]] = {
     },
     "threads": {
         "a rank each": SOUND["distributed"],
-        "busy": changed(threads=1, cpu_share=0.9),
+        "busy": changed(BY_HAND, threads=1, cpu_share=0.9),
+        "workers": changed(threads=1, cpu_share=0.5),
         "a GPU": changed(GPU, threads=16),
     },
     "page_faults": {"some": with_memory(page_faults=5000.0)},

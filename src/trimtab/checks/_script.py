@@ -128,9 +128,11 @@ def on_gpu(record: ProbeRecord) -> bool:
     return record.device.startswith("cuda")
 
 
-def edit(record: ProbeRecord, site: str, advice: str, **arguments: dict[str, str]) -> CodeEdit:
-    """An edit of the line at ``site``. ``arguments`` are what :func:`with_arguments` changes, such as
+def edit(record: ProbeRecord, site: str | None, advice: str, **arguments: dict[str, str]) -> CodeEdit | None:
+    """An edit of the line at ``site``, if that is known. ``arguments`` are what :func:`with_arguments` changes, such as
     ``DataLoader={"num_workers": "2"}``. Without them, or if the new text cannot be derived, the edit is advice."""
+    if not site:
+        return None
     new = record.texts.get(site) if arguments else None
     for function, given in arguments.items():
         new = None if new is None else with_arguments(new, function, given)
@@ -191,7 +193,6 @@ def _call(body: str, function: str) -> ast.Call | None:
     tree = _parsed(body)
     if tree is None:
         return None
-    named = (ast.Name, ast.Attribute)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, named)]
-    found = [call for call in calls if (call.func.id if isinstance(call.func, ast.Name) else call.func.attr) == function]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [call for call in calls if function == getattr(call.func, "id", getattr(call.func, "attr", None))]
     return found[0] if len(found) == 1 else None

@@ -60,7 +60,7 @@ class AttentionByHand(Check):
                 evidence={"attention_share": taken, "softmaxes_per_step": calls, "eager": bool(eager)},
                 where=where,
                 category="step",
-                edit=None if where is None else edit(subject, where, f"Use {how}."),
+                edit=edit(subject, where, f"Replace the products and the softmax by {how}."),
                 share=taken or None,
             )
         ]

@@ -43,7 +43,7 @@ class BatchLoop(Check):
         if size is None or size < self.examples:
             return []
         for module in subject.modules:
-            taken = part(subject, module.forward_ms)
+            taken = part(subject, module.forward_ms * module.calls)
             if per_example(module.calls, size) and taken >= self.least:
                 message = (
                     f"{module.name} is called {module.calls:.0f} times per step, once for each of the {size} examples of a "

@@ -25,7 +25,7 @@ class CompileRepeated(Check):
     name = "compile_repeated"
     about: ClassVar[Literal["model", "script"]] = "script"
 
-    calls: float = 2
+    calls: float = 2.0
     """Calls during the measured steps, from which on it is reported."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:

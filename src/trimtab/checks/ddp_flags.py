@@ -53,6 +53,6 @@ class DdpFlags(Check):
                 evidence={"find_unused_parameters": True, "unused": False},
                 where=site,
                 category="run",
-                edit=None if site is None else edit(subject, site, "Leave find_unused_parameters out.", **change),
+                edit=edit(subject, site, "Leave find_unused_parameters out.", **change),
             )
         ]

@@ -54,7 +54,7 @@ class EvaluationShare(Check):
                 evidence={"run_share": taken, "seconds": subject.run_s.get("evaluation", 0.0)},
                 where=where,
                 category="run",
-                edit=None if where is None else edit(subject, where, "Evaluate more rarely, or with larger batches."),
+                edit=edit(subject, where, "Evaluate more rarely, or with larger batches."),
                 ceiling=ScriptSettings(without="evaluation"),
                 share=taken,
             )

@@ -52,7 +52,7 @@ class Float64(Check):
                     where=where,
                     category="precision",
                     settings=ScriptSettings(float32=True),
-                    edit=None if where is None else edit(subject, where, "Convert the data once: array.astype(numpy.float32)."),
+                    edit=edit(subject, where, "Convert the data once: array.astype(numpy.float32)."),
                     share=time,
                 )
             )

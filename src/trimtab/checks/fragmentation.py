@@ -26,7 +26,7 @@ class Fragmentation(Check):
 
     least: float = 0.25
     """Share of the reserved memory that is not allocated, from which on it is reported."""
-    least_mb: float = 512
+    least_mb: float = 512.0
     """MB (10**6 bytes) that are not allocated, from which on it is reported."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:

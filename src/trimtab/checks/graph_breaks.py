@@ -30,10 +30,11 @@ class GraphBreaks(Check):
         for each in subject.recompiles:
             if not each.graph_breaks:
                 continue
+            what = each.site or "the model"
             why = f" ({each.reason.splitlines()[0][:80].rstrip('. ')})" if each.reason else ""
             cost = f", which took {each.ms / 1e3:.1f} s to compile" if each.ms else ""
             message = (
-                f"torch.compile breaks {each.site} into {each.graph_breaks + 1} graphs{why}{cost}. Move that call out of the "
+                f"torch.compile breaks {what} into {each.graph_breaks + 1} graphs{why}{cost}. Move that call out of the "
                 "compiled function, and check with fullgraph=True."
             )
             found.append(
@@ -41,7 +42,7 @@ class GraphBreaks(Check):
                     self,
                     message,
                     evidence={"graph_breaks": each.graph_breaks, "compile_ms": each.ms, "reason": each.reason},
-                    where=each.site,
+                    where=each.site or None,
                     category="step",
                     edit=edit(subject, each.site, "Move the call that breaks the graph out of the compiled function."),
                 )

@@ -89,6 +89,6 @@ class Layout(Check):
             where=where,
             category="step",
             settings=ScriptSettings(channels_last=True),
-            edit=None if where is None else edit(record, where, "Keep the layout: no .contiguous() here.", **change),
+            edit=edit(record, where, "Keep the layout: no .contiguous() here.", **change),
             share=copied,
         )

@@ -49,7 +49,7 @@ class Logging(Check):
                 evidence={"logging_share": taken, "calls_per_step": often},
                 where=where,
                 category="run",
-                edit=None if where is None else edit(subject, where, "Log every n-th step: `if step % 50 == 0:`."),
+                edit=edit(subject, where, "Log every n-th step: `if step % 50 == 0:`."),
                 ceiling=ScriptSettings(without="logging"),
                 share=taken,
             )

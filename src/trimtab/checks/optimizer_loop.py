@@ -42,6 +42,7 @@ class OptimizerLoop(Check):
                 kernel = "foreach"
             if kernel is None or taken < self.least:
                 continue
+            chosen = {str(kernel): "True"}
             loops = "in a Python loop" if optimizer.kernel == "single" else "with lists of tensors"
             message = (
                 f"{optimizer.name} at {optimizer.site} updates {counted(optimizer.tensors, 'tensor')} {loops}, which takes "
@@ -56,7 +57,10 @@ class OptimizerLoop(Check):
                     category="step",
                     settings=ScriptSettings(optimizer=kernel),
                     edit=edit(
-                        subject, optimizer.site, f"Give {optimizer.name} {kernel}=True.", **{optimizer.name: {kernel: "True"}}
+                        subject,
+                        optimizer.site,
+                        f"Pass {kernel}=True to {optimizer.name}.",
+                        **{optimizer.name: chosen},
                     ),
                     share=taken,
                 )

@@ -31,9 +31,10 @@ class Recompiles(Check):
             if not each.recompiles:
                 continue
             taken = part(subject, each.ms / max(subject.steps, 1))
+            what = each.site or "the model"
             why = f" ({each.reason.splitlines()[0][:80].rstrip('. ')})" if each.reason else ""
             message = (
-                f"torch.compile compiled {each.site} {each.recompiles} times after the warm-up, {each.ms / 1e3:.1f} s in "
+                f"torch.compile compiled {what} {each.recompiles} times after the warm-up, {each.ms / 1e3:.1f} s in "
                 f"all{why}. Pad to few shapes, or mark the size with torch._dynamo.mark_dynamic or dynamic=True."
             )
             found.append(
@@ -41,7 +42,7 @@ class Recompiles(Check):
                     self,
                     message,
                     evidence={"recompiles": each.recompiles, "compile_ms": each.ms, "reason": each.reason},
-                    where=each.site,
+                    where=each.site or None,
                     category="step",
                     edit=edit(subject, each.site, "Pad to few shapes, or compile with dynamic=True."),
                     share=taken,

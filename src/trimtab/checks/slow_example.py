@@ -30,7 +30,7 @@ class SlowExample(Check):
     """Share of a step of all such lines, from which on they are reported."""
     line: float = 0.02
     """Share of a step from which on a line counts."""
-    loops: float = 8
+    loops: float = 8.0
     """Times that a line runs per example, from which on it is in a loop within the example."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:

@@ -29,7 +29,7 @@ class SmallOperators(Check):
     """Share of a step in forward and backward passes, from which on it is reported."""
     short: float = 0.25
     """Share of the operators' time in short ones, from which on it is reported."""
-    calls: float = 100
+    calls: float = 100.0
     """Operators per step, from which on it is reported."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:

@@ -44,7 +44,7 @@ class Threads(Check):
         )
         if on_gpu(subject) or time < self.least or not (many or few):
             return []
-        call = next((call for call in subject.calls if call.name == "torch.set_num_threads"), None)
+        where = next((call.site for call in subject.calls if call.name == "torch.set_num_threads"), None)
         among = f" for {ranks} ranks" if ranks > 1 else ""
         effect = "so that they wait for each other" if many else f"and {subject.cpu_share:.0%} of the CPU time was used"
         message = (
@@ -57,10 +57,10 @@ class Threads(Check):
                 self,
                 message,
                 evidence={"threads": subject.threads, "cores": subject.cores, "ranks": ranks, "cpu_share": subject.cpu_share},
-                where=None if call is None else call.site,
+                where=where,
                 category="step",
                 settings=ScriptSettings(threads=fitting),
-                edit=None if call is None else edit(subject, call.site, f"Use {fitting} threads.", **change),
+                edit=edit(subject, where, f"Give torch {counted(fitting, 'thread')} here.", **change),
                 share=time,
             )
         ]

@@ -131,7 +131,7 @@ class ModuleRecord:
     calls: float = 1.0
     """Per step."""
     forward_ms: float = 0.0
-    """Per step, all calls together."""
+    """Of one call."""
     gradients_unused: float = 0.0
     """Share of its calls that recorded a graph which no backward pass used."""
     unused_ms: float = 0.0

@@ -23,7 +23,7 @@ def sound_records() -> dict[str, ProbeRecord]:
     return {
         "training": training,
         "inference": _inference(training),
-        "by_hand": dataclasses.replace(training, loaders=(), phases=training.phases | {"data": 0.0, "other": 2.0}),
+        "by_hand": dataclasses.replace(training, loaders=(), phases={**training.phases, "data": 0.0, "other": 2.0}),
         "gpu": _gpu(training),
         "distributed": _distributed(training),
     }
@@ -145,5 +145,5 @@ def _gpu(training: ProbeRecord) -> ProbeRecord:
 def _distributed(training: ProbeRecord) -> ProbeRecord:
     ranks = DistributedRecord(ranks=2, rank=0, kind="ddp", reductions=1.0, skew_ms=1.0)
     return dataclasses.replace(
-        training, threads=1, cpu_share=0.9, distributed=ranks, phases=training.phases | {"forward": 38.0, "communication": 2.0}
+        training, threads=1, cpu_share=0.9, distributed=ranks, phases={**training.phases, "forward": 38.0, "communication": 2.0}
     )
