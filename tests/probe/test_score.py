@@ -16,7 +16,8 @@ def test_the_standing_of_a_remedy_follows_from_its_interval_and_the_losses() -> 
     assert [standing(each) for each in (workers, fused, logging, threads)] == ["pays", "pays", "advice", "not measured"]
     assert standing(dataclasses.replace(workers, losses="different")) == "other losses"
     assert standing(dataclasses.replace(workers, losses="not compared")) == "other losses"
-    assert standing(dataclasses.replace(workers, gain=Interval(1.3, 0.9, 1.9))) == "no gain"
+    assert standing(dataclasses.replace(workers, gain=Interval(1.3, 0.9, 1.7))) == "no gain"
+    assert standing(dataclasses.replace(workers, gain=Interval(1.3, 0.3, 9.0))) == "not measured"
 
 
 def test_what_a_remedy_saves_is_its_gain_and_of_advice_the_ceiling() -> None:
@@ -47,7 +48,7 @@ def test_remedies_that_bring_nothing_together_count_with_the_best_alone() -> Non
 def test_a_script_with_nothing_to_gain_has_full_marks() -> None:
     found = score(record(), findings(measured=False)[:3])
     assert (found.total, found.first) == (100, None)
-    assert found.sentence == "100 of 100: nothing that was measured is left to gain"
+    assert found.sentence == "100 of 100: nothing that was measured is left to gain; 3 findings could not be measured"
 
 
 def test_the_sentence_names_what_to_do_first_below_90_only() -> None:

@@ -30,6 +30,7 @@ def test_the_text_has_the_verdict_the_split_and_each_standing() -> None:
     assert "all that pays together: 1.66x (1.55 to 1.75), in fresh processes" in shown
     assert "at most 1.06x" in shown
     assert "1 thread: the machine was busy" in shown
+    assert "train.py:43: add_scalar is called at every step." in shown
     assert "it would have written: runs/events.out, model.pt" in shown
     assert "it connected to: api.wandb.ai:443" in shown
     assert "trimtab tune train.py -- --epochs 1" in shown

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from trimtab._internal.serialization import fields_from_json, fields_to_json
+from trimtab._internal.text import counted
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
@@ -15,7 +16,8 @@ from trimtab.core.script_settings import ScriptSettings
 Category = Literal["data", "step", "precision", "memory", "run"]
 Standing = Literal["pays", "no gain", "other losses", "advice", "not measured"]
 """``pays``: the remedy was measured as surely faster and the losses stayed. ``other losses``: faster, but the losses differ or
-could not be compared. ``advice``: only the script's author can apply it. ``not measured``: it could be, but was not."""
+could not be compared. ``advice``: only the script's author can apply it. ``not measured``: it could be, but was not, or its
+interval is too wide to tell anything."""
 LOSSES_STAY = ("equal", "within rounding")
 
 
@@ -23,7 +25,7 @@ def standing(finding: Finding) -> Standing:
     """What the measurement of ``finding`` says about its remedy."""
     if finding.settings is None or not finding.settings.changes():
         return "advice"
-    if finding.gain is None:
+    if finding.gain is None or finding.gain.unclear:
         return "not measured"
     if not finding.gain.faster or finding.gain.doubtful:
         return "no gain"
@@ -48,13 +50,16 @@ class Score:
     """Share of the time of a step that could be saved, 0 to 1."""
     first: str | None = None
     """What to do first; ``None`` if nothing measured is left to do."""
+    unmeasured: int = 0
+    """Findings whose remedy or ceiling was not measured, which cost no points."""
 
     @property
     def sentence(self) -> str:
         """``91 of 100: 9% of the step could be saved``. Below 90 the first thing to do follows."""
+        rest = f"; {counted(self.unmeasured, 'finding')} could not be measured" if self.unmeasured else ""
         if self.total > 99:
-            return f"{self.total} of 100: nothing that was measured is left to gain"
-        head = f"{self.total} of 100: {self.saved:.0%} of the step could be saved"
+            return f"{self.total} of 100: nothing that was measured is left to gain{rest}"
+        head = f"{self.total} of 100: {self.saved:.0%} of the step could be saved{rest}"
         return f"{head}. First: {self.first}" if self.total < 90 and self.first else head
 
 

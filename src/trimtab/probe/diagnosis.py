@@ -11,6 +11,7 @@ from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, Patch, Together, saving, standing
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
+from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment, known_peaks
 from trimtab.probe import counterfactuals
@@ -87,11 +88,18 @@ def _judged(finding: Finding, outcomes: Sequence[Outcome]) -> Finding:
     most = next((one for one in outcomes if one.settings == finding.ceiling), None) if finding.ceiling else None
     changed: dict[str, object] = {"most": most.gain if most is not None else finding.most}
     if own is not None:
-        changed |= {"gain": own.gain, "losses": own.losses, "unmeasured": own.failed if own.gain is None else None}
+        changed |= {"gain": own.gain, "losses": own.losses, "unmeasured": own.failed if own.gain is None else _noise(own.gain)}
     judged = dataclasses.replace(finding, **changed)  # type: ignore[arg-type]
     if judged.level == "error":
         return judged
     return dataclasses.replace(judged, level="warning" if standing(judged) == "pays" and saving(judged) >= WARNING else "note")
+
+
+def _noise(gain: Interval) -> str | None:
+    """A clause if ``gain`` is too wide to tell anything."""
+    if not gain.unclear:
+        return None
+    return f"its speed-up is between {gain.bounds(' and ')}: the machine is too busy for the budget, or the script too short"
 
 
 def _order(finding: Finding) -> tuple[bool, float, float]:

@@ -39,6 +39,7 @@ def score(record: ProbeRecord, findings: Sequence[Finding], together: Together |
         categories=categories,
         saved=round(1 - left, 4),
         first=None if first is None else remedy(first),
+        unmeasured=sum(map(_unknown, findings)),
     )
 
 
@@ -46,6 +47,13 @@ def _ceilings(findings: Iterable[Finding]) -> list[Finding]:
     """Advice with a measured ceiling, one for each thing that is left out: two findings may share a ceiling."""
     found = {f.ceiling.without: f for f in findings if f.ceiling is not None and standing(f) != "pays" and saving(f) > 0}
     return list(found.values())
+
+
+def _unknown(finding: Finding) -> bool:
+    """Whether the remedy of ``finding``, or the most that advice can bring, could be measured and is not known."""
+    if standing(finding) == "advice":
+        return finding.ceiling is not None and (finding.most is None or finding.most.unclear)
+    return standing(finding) == "not measured"
 
 
 def _left(findings: Iterable[Finding]) -> float:

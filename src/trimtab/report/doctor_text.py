@@ -64,7 +64,7 @@ def _step(diagnosis: Diagnosis) -> Iterator[str]:
     if parts := said.run_parts(record):
         yield "  of the run: " + ", ".join(f"{name} {words.duration(seconds)}" for name, seconds in parts)
     for line in record.lines[:LINES]:
-        yield f"  {line.share:>6.1%}  {line.site}  {words.clipped(line.text, 60)}"
+        yield f"  {line.share:>6.1%}  {line.phase:<9} {line.site}  {words.clipped(line.text, 56)}"
     if record.operators:
         total = sum(one.ms for one in record.operators)
         slowest = record.operators[:OPERATORS]
@@ -106,13 +106,26 @@ def _advice(diagnosis: Diagnosis) -> Iterator[str]:
                 finding.gain, f"{said.remedy(finding)}: {said.losses(finding)}, so it is another training. {_why(finding)}"
             )
             continue
-        most = "" if not finding.share else f"{finding.share:.0%} of a step"
-        most = most if finding.most is None else f"at most {finding.most.value:.2f}x"
-        yield f"  {most:<{_GAIN}} {said.remedy(finding)}. {_why(finding)}".replace("..", ".")
+        yield f"  {_most(finding):<{_GAIN}} {_advised(finding)}"
     if patch is not None:
         gain = f"measured {patch.gain.times()}; losses {patch.losses}" if patch.gain is not None else f"{patch.reason}"
         yield f"patch for {', '.join(patch.rules)}: {gain}"
         yield from (f"  not in the patch: {reason}" for reason in patch.left_out)
+
+
+def _most(finding: Finding) -> str:
+    """The measured ceiling of advice, or the share of a step that its evidence shows."""
+    if finding.most is not None and not finding.most.vague:
+        return f"at most {max(finding.most.value, 1.0):.2f}x"
+    if finding.most is not None and not finding.most.unclear:
+        return f"at most {finding.most.bounds()}x"
+    return "" if not finding.share else f"{finding.share:.0%} of a step"
+
+
+def _advised(finding: Finding) -> str:
+    """The message, which says what to do, behind its line."""
+    known = finding.where is None or finding.where in finding.message
+    return _why(finding) if known else f"{finding.where}: {_why(finding)}"
 
 
 def _declined(diagnosis: Diagnosis) -> Iterator[str]:
