@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -52,7 +54,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
     """The record of a log. ``outside`` are fields that only the driver knows, such as ``contained``."""
     marks = log["marks"]
     skipped = min(int(log["warm_up"]), max(1, (len(marks) - 1) // 3))
-    every = [Unit(before, after) for before, after in zip(marks[:-1], marks[1:], strict=True)]
+    every = [Unit(before, after) for before, after in itertools.pairwise(marks)]
     units = every[skipped:] or every[-1:]
     kind, where, _ = log["anchor"]
     evaluating = {u for u in units if u.evaluates} if kind in ("optimizer", "backward") else set()
@@ -69,7 +71,6 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
     step_ms = sum(u.ms for u in clean) / n
     phases = {name: sum(u.phases[i] for u in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
     median = statistics.median(u.ms for u in clean)
-    wall_s = (clean[-1].end - clean[0].start) / 1e9
     busy = log["busy"]
     return ProbeRecord(
         command=tuple(command),
@@ -79,7 +80,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         steps=n,
         step_ms=step_ms,
         median_ms=median,
-        probe_ms=sum(u.probe_ms for u in clean) / n,
+        probe_ms=statistics.median(u.probe_ms for u in clean),
         times_ms=tuple(u.ms for u in clean),
         phases=phases,
         run_s=_run(log, every, units, evaluating, starting, median),
@@ -88,7 +89,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         loaders=_loaders(log, totals, mixed, n, len(evaluating)),
         optimizers=_optimizers(log, totals, n),
         modules=_modules(log, totals, windows, n, len(evaluating)),
-        calls=_calls(totals, n),
+        calls=_calls(totals, mixed, n, len(every)),
         operators=tuple(OperatorRecord(**found) for found in log["operators"].get("operators", ())),
         operator_calls=log["operators"].get("calls", 0.0),
         small_operators=log["operators"].get("small", 0.0),
@@ -99,7 +100,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         threads=log["threads"],
         cores=log["cores"],
         cpu_share=min(1.0, sum(u.cpu_ms for u in clean) / max(sum(u.ms + u.probe_ms for u in clean), 1e-9) / log["cores"]),
-        others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / max(wall_s, 1e-9) / log["cores"])) if busy else 0.0,
+        others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
         collector_ms=sum(u.collector_ms for u in clean) / n,
@@ -177,7 +178,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int) -> tuple[LoaderRecord, ...]:
-    found = []
+    found: dict[Any, LoaderRecord] = {}
     reading: dict[int, list[float]] = log.get("reading", {})
     for facts in log["loaders"]:
         calls, ms = _of(totals, "loader", facts["number"])
@@ -189,37 +190,51 @@ def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int)
         here, there = _of(totals, "read", facts["dataset_id"]), _of(mixed, "read", facts["dataset_id"])
         worker = reading.get(facts["dataset_id"], [])
         reads, read_ms = here[0] + there[0], here[1] + there[1]
-        found.append(
-            LoaderRecord(
-                site=facts["site"],
-                dataset=facts["dataset"],
-                **{
-                    name: facts[name]
-                    for name in (
-                        "iterable",
-                        "tensors",
-                        "batch_fetch",
-                        "draws",
-                        "examples",
-                        "batch_size",
-                        "workers",
-                        "persistent",
-                    )
-                    if name in facts
-                },
-                prefetch=facts.get("prefetch"),
-                pin_memory=facts.get("pin_memory", False),
-                batches=round(calls),
-                iterators=round(iterators),
-                start_ms=sum(ms for _, ms in made) / iterators if iterators else 0.0,
-                wait_ms=ms / calls if calls else other_ms / other_calls if other_calls else 0.0,
-                read_ms=read_ms / reads if reads else statistics.fmean(worker) if worker else None,
-                batch_bytes=round(_mean(facts.get("bytes", ()))),
-                dtypes=tuple(facts.get("dtypes", ())),
-                padding=_mean(facts["padding"]) if facts.get("padding") else None,
-            )
+        record = LoaderRecord(
+            site=facts["site"],
+            dataset=facts["dataset"],
+            **{
+                name: facts[name]
+                for name in (
+                    "iterable",
+                    "tensors",
+                    "batch_fetch",
+                    "draws",
+                    "examples",
+                    "batch_size",
+                    "workers",
+                    "persistent",
+                )
+                if name in facts
+            },
+            prefetch=facts.get("prefetch"),
+            pin_memory=facts.get("pin_memory", False),
+            batches=round(calls),
+            iterators=round(iterators),
+            start_ms=sum(ms for _, ms in made) / iterators if iterators else 0.0,
+            wait_ms=ms / calls if calls else other_ms / other_calls if other_calls else 0.0,
+            read_ms=read_ms / reads if reads else statistics.fmean(worker) if worker else None,
+            batch_bytes=round(_mean(facts.get("bytes", ()))),
+            dtypes=tuple(facts.get("dtypes", ())),
+            padding=_mean(facts["padding"]) if facts.get("padding") else None,
         )
-    return tuple(found)
+        key = record.site, record.dataset, record.examples, record.batch_size
+        found[key] = _together(found[key], record) if key in found else record
+    return tuple(found.values())
+
+
+def _together(one: LoaderRecord, other: LoaderRecord) -> LoaderRecord:
+    """The record of two loaders that one line made, as where a loader is made for each epoch."""
+    batches, iterators = one.batches + other.batches, one.iterators + other.iterators
+    wait = one.wait_ms * one.batches + other.wait_ms * other.batches
+    start = one.start_ms * one.iterators + other.start_ms * other.iterators
+    return dataclasses.replace(
+        one,
+        batches=batches,
+        iterators=iterators,
+        wait_ms=wait / batches if batches else one.wait_ms,
+        start_ms=start / iterators if iterators else one.start_ms,
+    )
 
 
 def _optimizers(log: Json, totals: Totals, n: int) -> tuple[OptimizerRecord, ...]:
@@ -254,19 +269,22 @@ def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: 
                 training=by_mode[True][0] >= by_mode[False][0] if calls else False,
                 calls=calls / n,
                 forward_ms=ms / calls if calls else 0.0,
-                gradients_unused=len(unused) / called if called else 0.0,
+                gradients_unused=min(1.0, len(unused) / called) if called else 0.0,
                 unused_ms=per_step or outside / max(evaluations, 1),
             )
         )
     return tuple(sorted(found, key=lambda module: -module.forward_ms * module.calls))
 
 
-def _calls(totals: Totals, n: int) -> tuple[CallRecord, ...]:
-    found = [
-        CallRecord(name=key[1], site=key[2] or "", calls=calls / n, ms=ms / n)
-        for key, (calls, ms) in totals.items()
-        if key[0] == "call"
-    ]
+def _calls(totals: Totals, mixed: Totals, n: int, every: int) -> tuple[CallRecord, ...]:
+    """Calls per clean step; of ``torch.save``, which belongs to no step, per step of the whole run."""
+    found = []
+    for key in {**totals, **mixed}:
+        (calls, ms), (rare, rare_ms) = _of(totals, *key), _of(mixed, *key)
+        if key[0] == "call" and key[1] == "torch.save":
+            found.append(CallRecord(name=key[1], site=key[2] or "", calls=(calls + rare) / every, ms=(ms + rare_ms) / every))
+        elif key[0] == "call" and calls:
+            found.append(CallRecord(name=key[1], site=key[2] or "", calls=calls / n, ms=ms / n))
     return tuple(sorted(found, key=lambda call: -call.ms))
 
 

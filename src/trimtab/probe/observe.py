@@ -91,7 +91,7 @@ def observe(
 
 
 def _complete(out: pathlib.Path) -> bool:
-    return any('"finished": false' in path.open(encoding="utf-8").read(200) for path in out.glob("log-*.json"))
+    return any('"finished": false' in path.read_text(encoding="utf-8")[:200] for path in out.glob("log-*.json"))
 
 
 def _read(out: pathlib.Path, pattern: str) -> list[dict[str, Any]]:
@@ -138,8 +138,8 @@ def _nothing(
     if guarded:
         found = guarded[0]
         return UsageError(
-            f"{command.name} was about to write {found['path']} ({found['site']}), which exists, before a step was seen, and its "
-            "writes cannot be kept apart on this machine; let it write with --in-place"
+            f"{command.name} was about to write {found['path']} ({found['site']}), which exists, before a step was seen, and "
+            "its writes cannot be kept apart on this machine; let it write with --in-place"
         )
     failed = _read(process.out, "failed-*.json")
     if failed:
@@ -161,6 +161,6 @@ def _nothing(
     names = {"optimizer": "optimizer steps", "backward": "backward passes", "batch": "batches", "forward": "model calls"}
     told = ", ".join(f"{events[kind]} {name}" for kind, name in names.items())
     return UsageError(
-        f"no two steps of {command.name} were seen {when}, only {told}; give more time, or arguments with which the script makes "
-        f"more steps. Training in a thread other than the one that imports torch is not seen{shown}"
+        f"no two steps of {command.name} were seen {when}, only {told}; give more time, or arguments with which the script "
+        f"makes more steps. Training in a thread other than the one that imports torch is not seen{shown}"
     )

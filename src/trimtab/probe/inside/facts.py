@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -24,8 +26,8 @@ Json = dict[str, Any]
 
 modules: dict[int, tuple[int, Any]] = {}
 """id -> (number, module)."""
-_inputs: dict[int, list[str]] = {}
-_seen_calls: Counter[int] = Counter()
+_inputs: dict[tuple[int, bool], list[str]] = {}
+_seen_calls: Counter[tuple[int, bool]] = Counter()
 _batches: dict[int, Json] = {}
 _counts: Counter[int] = Counter()
 _places: dict[int, list[Any]] = {}
@@ -61,9 +63,10 @@ def module_number(module: Any, args: Any, kwargs: Any) -> int | None:
     known = modules.get(id(module))
     if known is None:
         modules[id(module)] = known = (len(modules), module)
-    _seen_calls[known[0]] += 1
-    if _seen_calls[known[0]] < 4 or _seen_calls[known[0]] % 16 == 0:
-        _inputs[known[0]] = [_described(tensor) for tensor in first_tensors([args, kwargs], most=12)]
+    key = known[0], module.training
+    _seen_calls[key] += 1
+    if _seen_calls[key] < 4 or _seen_calls[key] % 16 == 0:
+        _inputs[key] = [_described(tensor) for tensor in first_tensors([args, kwargs], most=12)]
     return known[0]
 
 
@@ -147,23 +150,38 @@ def _anomaly_was_on() -> bool:
     return bool(torch.is_anomaly_enabled() or calls.flags.get("anomaly mode") is not None)
 
 
-def busy() -> tuple[int, float]:
-    """Clock ticks of all processors that were not idle, and the CPU time of this process in s."""
+def busy() -> tuple[int, float, float]:
+    """Clock ticks of all processors that were not idle, the CPU time of this process and its children, and the time, in s."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]
     except (OSError, ValueError):
-        return 0, 0.0
+        return 0, 0.0, time.monotonic()
     times = os.times()
-    return sum(ticks) - ticks[3] - ticks[4], times.user + times.system
+    return sum(ticks) - ticks[3] - ticks[4], times.user + times.system + _children_s(), time.monotonic()
 
 
-def busy_since(before: tuple[int, float] | None) -> dict[str, float]:
-    """Seconds of CPU time since ``before``: of all processes, and of this one."""
-    if before is None:
+def _children_s() -> float:
+    """CPU time of the processes that this one started and that still run: workers of loaders."""
+    found, parent = 0, os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", encoding="ascii") as file:
+                words = file.read().rpartition(")")[2].split()
+                found += int(words[11]) + int(words[12]) if int(words[1]) == parent else 0
+    return found / float(os.sysconf("SC_CLK_TCK"))
+
+
+def busy_since(before: tuple[int, float, float] | None) -> dict[str, float]:
+    """Seconds of CPU time since ``before``: of all processes, and of this one; and of wall time."""
+    if before is None or not before[0]:
         return {}
     now = busy()
-    return {"all_s": (now[0] - before[0]) / os.sysconf("SC_CLK_TCK"), "own_s": now[1] - before[1]}
+    return {
+        "all_s": (now[0] - before[0]) / os.sysconf("SC_CLK_TCK"),
+        "own_s": now[1] - before[1],
+        "wall_s": max(now[2] - before[2], 1e-6),
+    }
 
 
 def plain(key: tuple[Any, ...]) -> list[Any]:
@@ -216,7 +234,7 @@ def _module(number: int, module: Any) -> Json:
         "name": name,
         "parameters": sum(p.numel() for p in parameters),
         "dtype": types.most_common(1)[0][0] if types else "float32",
-        "inputs": _inputs.get(number, []),
+        "inputs": _inputs.get((number, True)) or _inputs.get((number, False), []),
         "convolutions": len(convolutions),
         "channels_last": sum(last) / len(last) if last else 0.0,
         "matrix_products": sum(isinstance(part, products) for part in parts),
@@ -266,18 +284,21 @@ def _optimizer(entry: hooks.Optimizer) -> Json:
     }
 
 
-def _loader(entry: loaders.Loader) -> Json:
-    found: Json = {"number": entry.number, "site": entry.site, "dataset": entry.dataset, "dataset_id": entry.dataset_id}
-    found |= _batches.get(entry.number, {})
+_known_loaders: dict[int, tuple[Json, Any, Any]] = {}
+"""Number of a loader -> facts, its data set, its collate function. A loader may be gone while its iterator is used."""
+
+
+def remember(entry: loaders.Loader) -> None:
+    """Note the arguments of a loader as an iterator of it is made."""
     loader = entry.ref()
-    if loader is None:
-        return found
+    if loader is None or entry.number in _known_loaders:
+        return
     dataset = loader.dataset
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     inner = dataset
     while isinstance(inner, Subset):
         inner = inner.dataset
-    found |= {
+    facts = {
         "iterable": iterable,
         "tensors": isinstance(inner, TensorDataset) and loader.collate_fn is default_collate,
         "examples": None if iterable or not hasattr(dataset, "__len__") else len(dataset),
@@ -289,8 +310,16 @@ def _loader(entry: loaders.Loader) -> Json:
         "batch_fetch": False,
         "draws": False,
     }
-    if not iterable and _counts[entry.number] and loader.batch_sampler is not None:
-        found |= _reading(loader, _places.get(id(dataset)))
+    batched = not iterable and loader.batch_sampler is not None
+    _known_loaders[entry.number] = (facts, dataset if batched else None, loader.collate_fn)
+
+
+def _loader(entry: loaders.Loader) -> Json:
+    found: Json = {"number": entry.number, "site": entry.site, "dataset": entry.dataset, "dataset_id": entry.dataset_id}
+    facts, dataset, collate = _known_loaders.get(entry.number, ({}, None, None))
+    found |= facts | _batches.get(entry.number, {})
+    if dataset is not None and _counts[entry.number]:
+        found |= _reading(dataset, collate, _places.get(id(dataset)))
     return found
 
 
@@ -300,11 +329,10 @@ def _state() -> tuple[Any, ...]:
     return random.getstate(), torch.get_rng_state().numpy().tobytes(), str([str(part) for part in drawn])
 
 
-def _reading(loader: Any, places: list[Any] | None) -> Json:
+def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
     """Read a batch twice: whether that draws random numbers, and whether ``dataset[places]`` gives the same batch at once."""
-    dataset, collate = loader.dataset, loader.collate_fn
     try:
-        places = [int(place) for place in (places or range(min(loader.batch_size or 8, len(dataset))))][:16]
+        places = [int(place) for place in (places or range(min(8, len(dataset))))][:16]
         before = _state()
         single = collate([dataset[place] for place in places])
         draws = _state() != before

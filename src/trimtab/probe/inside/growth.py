@@ -22,15 +22,15 @@ _depths: dict[str, int] = {}
 _first = 0
 
 
-def look(count: int, clean: int, wanted: int) -> None:
+def look(count: int, last: bool) -> None:
     """Take the lengths of containers early in the measured steps, and compare late. It costs a walk over the living objects,
     which is time of the probe, at the first and the last of the steps only."""
     global _first
-    if clean == 1 and not _first:
+    if count == 2:
         _first = count
         _lengths.update(_containers())
         _depths.update({name: _depth(value) for _, name, value in _variables() if _is_graph(value)})
-    elif clean == wanted and _first and count > _first:
+    elif last and _first and count > _first:
         _compare(count - _first)
 
 

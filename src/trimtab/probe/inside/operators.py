@@ -10,17 +10,19 @@ from torch.profiler import ProfilerActivity
 
 from trimtab.probe.inside import calls
 
-STEPS = 2
+STEPS, TRIES = 2, 4
 SMALL_US = 10.0
 MOST = 40
 
 found: dict[str, Any] = {}
 _profiler: Any = None
+_steps = _tries = 0
 
 
 def start(notes: list[str]) -> bool:
     """Begin to record. Returns whether torch lets us; the script may have a profiler of its own."""
-    global _profiler
+    global _profiler, _steps, _tries
+    _steps, _tries = 0, _tries + 1
     flags = dict(calls.flags)
     try:
         if torch.autograd._profiler_enabled():
@@ -38,9 +40,20 @@ def start(notes: list[str]) -> bool:
     return True
 
 
-def stop(steps: int) -> None:
+def ended_step(mixed: bool) -> bool:
+    """Count a step; return whether enough were recorded. With a ``mixed`` one among them it starts again, a few times."""
+    global _steps
+    _steps += 1
+    if mixed and _tries < TRIES:
+        _profiler.stop()
+        start([])
+    return _steps >= STEPS
+
+
+def stop() -> None:
     """End recording, and keep the figures per step."""
     _profiler.stop()
+    steps = max(_steps, 1)
     by: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     count, small, whole = 0, 0.0, 0.0
     for event in _profiler.events():

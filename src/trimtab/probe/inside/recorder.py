@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 import threading
 import time
 from typing import Any
@@ -39,7 +40,7 @@ graphs: list[list[Any]] = []
 notes: list[str] = []
 _evaluations = _iterators = _collector_ns = 0
 _age_s, _began_ns = process_age_s(), time.perf_counter_ns()
-_busy_at_start: tuple[int, float] | None = None
+_busy_at_start: tuple[int, float, float] | None = None
 _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
@@ -92,6 +93,7 @@ def _collect(phase: str, info: dict[str, int]) -> None:
 def _epoch(loader: loaders.Loader) -> None:
     global _iterators
     _iterators += 1
+    facts.remember(loader)
 
 
 def _backward(tensors: Any, place: Any) -> None:
@@ -149,16 +151,18 @@ def _mark(key: Key) -> None:
             finish(False)
         return
     count = len(of_key)
+    mixed = before is not None and now[4:6] != before[4:6]
     if _profiled_from is not None:
-        if count - _profiled_from >= operators.STEPS or _out_of_time:
-            operators.stop(count - _profiled_from)
+        if operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time:
+            operators.stop()
             finish(False)
         return
     if before is not None and count > WARM_UP:
-        _clean += now[4:6] == before[4:6]
+        _clean += not mixed
     wanted = int(PLAN.get("steps") or 40)
-    growth.look(count, _clean, wanted)
-    if _clean >= wanted or count - WARM_UP >= 3 * wanted or _out_of_time:
+    enough = _clean >= wanted or count - WARM_UP >= (wanted if 2 * _clean < count - WARM_UP else 3 * wanted)
+    growth.look(count - WARM_UP, enough)
+    if enough or _out_of_time:
         if _out_of_time or not operators.start(notes):
             finish(False)
         _profiled_from = count
@@ -199,6 +203,11 @@ def _save(name: str, data: dict[str, Any]) -> None:
     os.replace(path + ".new", path)
 
 
+def _is_temporary(path: str) -> bool:
+    """Whether a file for temporary use is gone again."""
+    return path.startswith(tempfile.gettempdir()) and not os.path.lexists(path)
+
+
 def _write(finished: bool) -> None:
     anchor = steps.anchor or steps.decide(late=True)
     of_anchor = marks.get(anchor, []) if anchor else []
@@ -220,7 +229,7 @@ def _write(finished: bool) -> None:
             "marks": measured,
             "warm_up": WARM_UP,
             "tallies": [
-                [ns, [[facts.plain(key), *found] for key, found in entries]] for ns, entries in tallies if ns <= measured[-1][0]
+                [ns, [[facts.plain(key), found] for key, found in entries]] for ns, entries in tallies if ns <= measured[-1][0]
             ],
             "samples": facts.plain_samples(first_ns, measured[-1][0]),
             "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
@@ -228,7 +237,7 @@ def _write(finished: bool) -> None:
             "losses": [float(hooks.read(loss)) for loss in losses or outputs],
             "notes": notes,
             "busy": facts.busy_since(_busy_at_start),
-            "writes": list(dict.fromkeys([*calls.saved, *audit.writes])),
+            "writes": [path for path in dict.fromkeys([*calls.saved, *audit.writes]) if not _is_temporary(path)],
             "network": list(audit.network),
             "children": list(audit.children),
             "operators": operators.found,
