@@ -22,7 +22,7 @@ def test_json_can_be_read_back() -> None:
 def test_the_text_has_the_verdict_the_split_and_each_standing() -> None:
     lines = text(diagnosis(), 100).splitlines()
     shown = "\n".join(lines)
-    assert lines[0].startswith("train.py -- --epochs 1 is slow: 57 of 100: 43% of the step could be saved. First: ")
+    assert lines[0].startswith("train.py -- --epochs 1 is slow: 57 of 100: 43% of the step could be saved; 1 finding")
     assert "error: train.py:42: Memory grows by 8 MB at each step." in shown
     assert "data 52.0%" in shown
     assert "= 100.0%" in shown
