@@ -21,7 +21,7 @@ from trimtab.errors import UsageError
 
 
 def doctor_command(
-    words: Words = None,
+    script: Words = None,
     module: Module = None,
     budget: Annotated[str, typer.Option(help="Most time for everything.")] = "3m",
     steps: Annotated[int, typer.Option(help="Steps to watch.")] = 40,
@@ -54,7 +54,7 @@ def doctor_command(
       trimtab doctor -- torchrun --nproc_per_node 2 train.py
       trimtab doctor workload.py:workload --write patch.diff
     """
-    given, limit = tuple(words or ()), positive(seconds(budget, "--budget"), "--budget")
+    given, limit = tuple(script or ()), positive(seconds(budget, "--budget"), "--budget")
     api = late("api.doctor")
     if module is None and given and api.is_workload(given[0]):
         if given[1:]:
