@@ -43,3 +43,6 @@ def test_the_roofline_tells_compute_from_memory_bandwidth() -> None:
     fast = bound(computing, peaks(memory=50.0))
     assert (fast.kind, fast.share) == ("compute", round(6e9 / 0.098 / 200e9, 4))
     assert bound(computing, peaks(memory=5.0)).kind == "memory bandwidth"
+    slow = bound(dataclasses.replace(computing, phases={"forward": 980.0}, step_ms=1000.0), peaks(memory=50.0))
+    assert slow.kind == "CPU"
+    assert "3% of what compute allows" in slow.sentence

@@ -94,3 +94,12 @@ def test_a_spent_budget_says_what_was_not_measured(parts: Parts, command: Comman
     assert "give a larger --budget" in (found.findings[1].unmeasured or "")
     assert found.patch is not None
     assert "give a larger --budget" in (found.patch.reason or "")
+
+
+def test_what_noise_hid_is_measured_once_more(parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = dataclasses.replace(GAINS["workers"], gain=Interval(1.6, 0.4, 9.0), losses="not compared")
+    monkeypatch.setitem(GAINS, "workers", noisy)
+    found = diagnosis.diagnose(command)
+    assert parts.asked[1] == WORKERS
+    assert found.findings[1].gain == Interval(1.7, 1.6, 1.8)
+    assert found.findings[1].losses == "equal"

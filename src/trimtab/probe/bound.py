@@ -11,6 +11,11 @@ MOST = 0.35
 """Share of a step from which on a phase other than computing limits it."""
 SMALL = 0.5
 """Share of the operators' time in operators below 10 microseconds from which on Python and torch's dispatch limit a step."""
+FAR = 0.25
+"""Share of what the roofline allows below which neither compute nor memory bandwidth limits a step."""
+BUSY = 0.1
+"""CPU time of other processes that is worth a word."""
+BOUNDS = {"compute": "compute", "memory": "memory bandwidth"}
 COMPUTING = ("forward", "backward", "optimizer", "zero_grad")
 
 
@@ -37,15 +42,19 @@ def bound(record: ProbeRecord, peaks: Peaks | None = None) -> Bound:
         return Bound(kind="Python", sentence=sentence, share=share)
     computing = sum(shares.get(name, 0.0) for name in COMPUTING)
     head = f"{computing:.0%} of a step computes"
-    if place is not None:
-        kind = "compute" if place.bound == "compute" else "memory bandwidth"
+    if place is not None and place.share >= FAR:
+        kind = BOUNDS[place.bound]
         of = f"{place.achieved:,.3g} GFLOP/s, {place.share:.0%} of what {kind} allows here"
         return Bound(kind=kind, sentence=f"{head}: {of}.", share=share)  # type: ignore[arg-type]
     if record.device != "cpu" and record.gpu_share is not None:
         kind = "compute" if record.gpu_share >= 1 - MOST else "CPU"
         return Bound(kind=kind, sentence=f"{head}; the GPU computes in {record.gpu_share:.0%} of it.")  # type: ignore[arg-type]
     busy = f"; the process uses {record.cpu_share:.0%} of {record.cores} cores" if record.cpu_share else ""
-    return Bound(kind="CPU", sentence=f"{head}{busy}. Operations and bytes are not known, so there is no roofline.")
+    busy += f", others use {record.others_share:.0%}" if record.others_share >= BUSY else ""
+    roof = "Operations and bytes are not known, so there is no roofline."
+    if place is not None:
+        roof = f"It reaches {place.share:.0%} of what {BOUNDS[place.bound]} allows here."
+    return Bound(kind="CPU", sentence=f"{head}{busy}. {roof}", share=share)
 
 
 def _placed(record: ProbeRecord, peaks: Peaks | None) -> Roofline | None:

@@ -30,6 +30,8 @@ WATCHING, SCREENING = 0.4, 0.7
 """Shares of the budget, counted from its begin, after which watching and the measurement of single remedies end."""
 WARNING = 0.05
 """A remedy that surely saves this share of a step is a warning."""
+LEAST_AGAIN_S = 10.0
+"""Seconds of timing that are worth another measurement."""
 STARTS = 2
 """Fresh processes that a comparison needs at least."""
 
@@ -130,10 +132,24 @@ class _Measured:
             return []
         if spent := self._spent(seconds):
             return [Outcome(settings=one, failed=spent) for one in wanted]
+        until = time.monotonic() + seconds
         _say(self._said, f"measuring {counted(len(wanted), 'setting')} on the script itself")
-        return counterfactuals.measure(
+        outcomes = counterfactuals.measure(
             self._command, self._record, wanted, seconds=seconds, in_place=self._in_place, on_progress=self._said
         )
+        return self._again(outcomes, until)
+
+    def _again(self, outcomes: list[Outcome], until: float) -> list[Outcome]:
+        """``outcomes``; of those that tell nothing, the most promising are measured once more in the time that is left."""
+        vague = [one for one in outcomes if one.gain is not None and one.gain.unclear and one.settings.without is None]
+        for one in sorted(vague, key=lambda one: -one.gain.value if one.gain is not None else 0.0):
+            left = until - time.monotonic()
+            if left < LEAST_AGAIN_S + STARTS * self._record.start_s:
+                break
+            _say(self._said, f"measuring once more, in fresh processes: {described(one.settings)}")
+            found = self._confirmed(one.settings, left)
+            outcomes[outcomes.index(one)] = one if found.gain is None else found
+        return outcomes
 
     def together(self, findings: Sequence[Finding], seconds: float) -> Together | None:
         """All remedies that pay, measured together; ``None`` if fewer than two do."""
