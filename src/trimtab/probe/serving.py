@@ -54,7 +54,8 @@ class ServedScript:
         self._limit_s = max(30.0, seconds)
         anchor = anchor_of(record) | {"site": moved(record.anchor_site, command.folder, settings.files)}
         plan = {"mode": "turns", "anchor": anchor, "settings": to_json(settings), "key": self._key}
-        self.started = settings
+        self.has_workers = any(loader.workers for loader in (*record.loaders, *settings.loaders.values()))
+        """Whether other processes read the data, whose waiting for a core the script's own threads do not show."""
         self.current: dict[str, Any] = to_json(settings)
         self.process = ScriptProcess(command, plan, in_place=in_place)
 
@@ -116,7 +117,7 @@ class Turns:
     def __init__(self, script: ServedScript, settings: ScriptSettings) -> None:
         self._script, self._settings = script, to_json(settings)
         self.pid = script.remote.pid
-        single = script.remote.threads == 1 and settings.threads in (None, 1) and not _has_workers(script.started)
+        single = script.remote.threads == 1 and settings.threads in (None, 1) and not script.has_workers
         self.threads = 1 if single else None
 
     def block(self, calls: int) -> list[int]:
@@ -138,10 +139,6 @@ class Turns:
         if self._script.current != self._settings:
             self._script.remote.change(self._settings)
             self._script.current = self._settings
-
-
-def _has_workers(settings: ScriptSettings) -> bool:
-    return any(found.workers for found in settings.loaders.values())
 
 
 def anchor_of(record: ProbeRecord) -> dict[str, Any]:

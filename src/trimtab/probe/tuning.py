@@ -15,6 +15,7 @@ from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence
 from trimtab.probe.counterfactuals import Outcome, confirm, described, measure
+from trimtab.probe.findings import run_checks
 from trimtab.probe.loss_runs import LossRuns
 from trimtab.probe.observe import observe
 
@@ -69,7 +70,7 @@ def tune_script(
     Args:
         budget_s: about how many seconds the whole takes.
         path: of the file; default ``trimtab.toml`` in the script's folder.
-        settings: what to try; default :func:`trimtab.probe.candidates.candidates`.
+        settings: what to try; default :func:`to_try`.
 
     Raises:
         UsageError: the file is there and ``overwrite`` is false.
@@ -80,7 +81,7 @@ def tune_script(
     told, begun = on_progress or (lambda words: None), time.monotonic()
     told(f"watching {command.name}")
     record = observe(command, steps=STEPS, seconds=WATCH_SHARE * budget_s, in_place=in_place)
-    wanted = list(candidates(record, Environment.capture()) if settings is None else settings)
+    wanted = list(to_try(record, Environment.capture()) if settings is None else settings)
     left = budget_s - (time.monotonic() - begun) - CONFIRM_SHARE * budget_s
     outcomes = measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told) if wanted else []
     outcomes = sorted(outcomes, key=lambda each: -(each.gain.value if each.gain else 0.0))
@@ -119,6 +120,24 @@ def tune_script(
         path=path,
         seconds=time.monotonic() - begun,
     )
+
+
+def to_try(record: ProbeRecord, environment: Environment) -> list[ScriptSettings]:
+    """The remedies of the checks' findings, the clearest first, then :func:`~trimtab.probe.candidates.candidates` that change
+    something else.
+
+    Compilation is not among them, because its seconds pay off in long runs only, and neither is lower precision, because losses
+    would differ.
+    """
+    findings, _ = run_checks(record, environment)
+    given = [finding.settings for finding in findings if finding.settings is not None]
+    found = list[ScriptSettings]()
+    for settings in [*given, *candidates(record, environment)]:
+        if settings.compile or settings.autocast is not None or settings.without is not None or not settings.changes():
+            continue
+        if settings not in found:
+            found.append(settings)
+    return found
 
 
 def _choices(outcomes: Sequence[Outcome]) -> list[ScriptSettings]:
