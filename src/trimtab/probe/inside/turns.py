@@ -62,13 +62,14 @@ def _watch_mixed() -> Callable[[], bool]:
     def note(entry: Any) -> None:
         seen["mixed"] = True
 
+    trains = (PLAN.get("anchor") or {}).get("kind") not in ("batch", "forward")
+
     def after(module: torch.nn.Module) -> None:
-        if not module.training:
+        if trains and not module.training:
             seen["mixed"] = True
 
     loaders.on_epoch(note)
-    if (PLAN.get("anchor") or {}).get("kind") not in ("batch", "forward"):
-        roots.after_calls(after)
+    roots.after_calls(after)  # whose modules are looked for now, and not when a setting is switched on
 
     def mixed() -> bool:
         found, seen["mixed"] = seen["mixed"], False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 _now: dict[str, str | None] = {"without": None}
 _installed: set[str] = set()
@@ -44,30 +44,36 @@ def _skipped(phase: str, function: Callable[..., Any], instead: Callable[..., An
 # data: the last batch of the same data set again
 
 
+_ITERATORS = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
 _last: dict[int, Any] = {}
-_again: weakref.WeakKeyDictionary[_BaseDataLoaderIter, int] = weakref.WeakKeyDictionary()
+"""Id of a data set -> its last batch."""
 
 
 def _replay_data() -> None:
-    read = _BaseDataLoaderIter.__next__
+    for kind in _ITERATORS:
+        kind._next_data = _replaying(kind._next_data)
 
+
+def _replaying(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def replay(self: Any) -> Any:
         key = id(self._dataset)
-        if _now["without"] != "data" or key not in _last:
-            batch = read(self)
-            if _now["without"] == "data":
-                _last[key] = batch
-            return batch
-        _again[self] = _again.get(self, 0) + 1
-        try:
-            batches: int | None = len(self._index_sampler)
-        except TypeError:  # a stream has no length
-            batches = None
-        if batches is not None and self._num_yielded + _again[self] > batches:
+        if _now["without"] != "data":
+            return read(self)
+        if key not in _last:
+            _last[key] = read(self)
+        elif self._num_yielded >= _batches(self):
             raise StopIteration
         return _pytree.tree_map(lambda leaf: leaf, _last[key])  # new containers, because scripts take entries out of them
 
-    _BaseDataLoaderIter.__next__ = replay  # type: ignore[method-assign]
+    return replay
+
+
+def _batches(iterator: Any) -> float:
+    """Of an epoch; a stream has no end."""
+    try:
+        return len(iterator._index_sampler)
+    except TypeError:
+        return float("inf")
 
 
 # logging: writers, print and progress bars do nothing
@@ -128,7 +134,7 @@ def _reused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _evaluating: dict[str, Any] = {"reader": None, "call": False}
-_trained_on: weakref.WeakSet[_BaseDataLoaderIter] = weakref.WeakSet()
+_trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
 """Iterators whose batches a module in training mode took."""
 
 
@@ -143,16 +149,19 @@ def _end_evaluations() -> None:
         return call(*args, **kwargs)
 
     around_calls(note)
-    read = _BaseDataLoaderIter.__next__
+    for kind in _ITERATORS:
+        kind._next_data = _ending(kind._next_data)
 
+
+def _ending(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def end(self: Any) -> Any:
-        mine = _evaluating["reader"] is self and _evaluating["call"] and self not in _trained_on
+        evaluates = _evaluating["reader"] is self and _evaluating["call"] and self not in _trained_on
         _evaluating.update(reader=self, call=False)
-        if _now["without"] == "evaluation" and mine:
+        if _now["without"] == "evaluation" and evaluates:
             raise StopIteration
         return read(self)
 
-    _BaseDataLoaderIter.__next__ = end  # type: ignore[method-assign]
+    return end
 
 
 # saving: files stay empty
