@@ -69,6 +69,8 @@ class Evidence:
     """Steps whose losses were compared."""
     step_ms: float
     """As written."""
+    one_thread: bool = False
+    """Whether both sides were timed with one thread, because the machine was busy."""
 
     @property
     def interval(self) -> Interval:

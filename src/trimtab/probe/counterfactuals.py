@@ -13,6 +13,7 @@ from trimtab.core.evidence import ProbeRecord
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.errors import MeasurementError
+from trimtab.measure.host import others
 from trimtab.measure.pairs import PROCESS_NOISE, compare
 from trimtab.probe.command import Command
 from trimtab.probe.loss_runs import Losses, LossRuns, RunFailed
@@ -43,6 +44,8 @@ class Outcome:
     failed: str | None = None
     """Why there is no gain, as a sentence."""
     how: Literal["one process", "fresh processes"] = "one process"
+    one_thread: bool = False
+    """Whether both sides computed with one thread, because other processes used the CPUs, beside which several cannot be timed."""
 
     @property
     def pays(self) -> bool:
@@ -88,6 +91,12 @@ class _Measuring:
         self.begun, self.seconds = time.monotonic(), seconds
         self.told = on_progress or (lambda words: None)
         self.losses = LossRuns(command, record, in_place=in_place)
+        found = others() if record.threads > 1 else None
+        self.busy = found if found is not None and found.busy else None
+        self.base = ScriptSettings(threads=1) if self.busy is not None else ScriptSettings()
+        """Of both sides of every comparison."""
+        if self.busy is not None:
+            self.told(f"busy machine: {self.busy}, so that both sides are timed with one thread")
 
     @property
     def left(self) -> float:
@@ -138,7 +147,7 @@ class _Measuring:
             first = waiting[0]
             tries[first] += 1
             try:
-                with self._serve(ScriptSettings()) as script:
+                with self._serve(self.base) as script:
                     while waiting and self.left > 0:
                         i = waiting[0]
                         self.told(described(settings[i]))
@@ -157,17 +166,19 @@ class _Measuring:
         return found
 
     def _switched(self, script: ServedScript, settings: ScriptSettings, seconds: float) -> Outcome:
+        if self.busy is not None and settings.threads is not None:
+            return _failed(settings, f"Numbers of threads cannot be compared now: {self.busy}.")
         with _gone(script):
             ratio = compare(
-                script.side(settings),
-                script.side(ScriptSettings()),
+                script.side(self.base.merged(settings)),
+                script.side(self.base),
                 width=WIDTH,
                 seconds=seconds,
                 min_quads=4,
                 process_noise=0.0,
                 pids={os.getpid(), script.process.pid},
             ).ratio
-        return Outcome(settings=settings, gain=ratio, how="one process")
+        return Outcome(settings=settings, gain=ratio, how="one process", one_thread=self.busy is not None)
 
     # in fresh processes
 
@@ -177,7 +188,7 @@ class _Measuring:
         for attempt in range(TRIES):
             try:
                 gain = self._pair(settings, seconds / 2**attempt)
-                return Outcome(settings=settings, gain=gain, how="fresh processes")
+                return Outcome(settings=settings, gain=gain, how="fresh processes", one_thread=self.busy is not None)
             except ScriptEnded:
                 continue
             except (ScriptFailed, MeasurementError) as error:
@@ -186,10 +197,11 @@ class _Measuring:
         return dataclasses.replace(_failed(settings, failed), how="fresh processes")
 
     def _pair(self, settings: ScriptSettings, seconds: float) -> Interval:
-        with self._serve(settings) as candidate, self._serve(ScriptSettings()) as written, _gone(candidate, written):
+        given = self.base.merged(settings)
+        with self._serve(given) as candidate, self._serve(self.base) as written, _gone(candidate, written):
             return compare(
-                candidate.side(settings),
-                written.side(ScriptSettings()),
+                candidate.side(given),
+                written.side(self.base),
                 width=WIDTH,
                 seconds=seconds,
                 min_quads=4,

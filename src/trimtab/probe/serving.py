@@ -54,7 +54,9 @@ class ServedScript:
         self._limit_s = max(30.0, seconds)
         anchor = anchor_of(record) | {"site": moved(record.anchor_site, command.folder, settings.files)}
         plan = {"mode": "turns", "anchor": anchor, "settings": to_json(settings), "key": self._key}
-        self.has_workers = any(loader.workers for loader in (*record.loaders, *settings.loaders.values()))
+        self.has_workers = any(loader.workers for loader in record.loaders) or any(
+            loader.workers for loader in settings.loaders.values()
+        )
         """Whether other processes read the data, whose waiting for a core the script's own threads do not show."""
         self.current: dict[str, Any] = to_json(settings)
         self.process = ScriptProcess(command, plan, in_place=in_place)

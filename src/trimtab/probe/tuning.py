@@ -42,7 +42,8 @@ class TunedScript:
     seconds: float
 
     def __str__(self) -> str:
-        step = f"a step takes {self.record.step_ms:.4g} ms as written ({self.record.anchor} at {self.record.anchor_site})"
+        one = " Busy machine: both sides were timed with one thread." if any(each.one_thread for each in self.outcomes) else ""
+        step = f"a step takes {self.record.step_ms:.4g} ms as written ({self.record.anchor} at {self.record.anchor_site}).{one}"
         lines = [step, *(_line(outcome) for outcome in self.outcomes)]
         if self.configuration is None or self.confirmed is None or self.confirmed.gain is None:
             lines.append("Nothing that can be applied from outside makes this script surely faster; it stays as written.")
@@ -108,6 +109,7 @@ def tune_script(
                 losses=confirmed.losses,
                 steps=LossRuns(command, record).steps,
                 step_ms=record.step_ms,
+                one_thread=confirmed.one_thread,
             ),
         )
         found.write(path, overwrite=overwrite)
