@@ -45,7 +45,7 @@ class Outcome:
     """Why there is no gain, as a sentence."""
     how: Literal["one process", "fresh processes"] = "one process"
     one_thread: bool = False
-    """Whether both sides computed with one thread, because other processes used the CPUs, beside which several cannot be timed."""
+    """Whether both sides computed with one thread, because other processes used the CPUs."""
 
     @property
     def pays(self) -> bool:
