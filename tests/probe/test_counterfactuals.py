@@ -46,6 +46,12 @@ print(f"loss {loss.item():.9f} threads {torch.get_num_threads()} anomaly {torch.
 STEP_LINE = 12
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second for each comparison, however much time there is."""
+    monkeypatch.setattr("trimtab.probe.counterfactuals.MOST_S", 1.0)
+
+
 @pytest.fixture
 def script(tmp_path: pathlib.Path) -> pathlib.Path:
     path = tmp_path / "train.py"
@@ -65,13 +71,11 @@ def record(**changes: object) -> ProbeRecord:
 def test_settings_are_timed_in_turns_with_their_losses(script: pathlib.Path) -> None:
     command = Command.of(script, args=["4000"])
     loader = ScriptSettings(loaders={"train.py:11": LoaderSettings(batch_fetch=True)})
-    asked = [ScriptSettings(debug_off=True), ScriptSettings(float32=True, autocast="float16"), loader]
     told: list[str] = []
-    faster, other, read = measure(command, record(), asked, seconds=60, on_progress=told.append)
+    faster, read = measure(command, record(), [ScriptSettings(debug_off=True), loader], seconds=120, on_progress=told.append)
     assert faster.gain is not None
     assert faster.gain.value > 1.1
     assert (faster.losses, faster.how, faster.failed) == ("equal", "one process", None)
-    assert other.losses in ("different", "not compared")
     assert read.gain is not None
     assert read.how == "fresh processes"
     assert "anomaly mode off" in told
@@ -84,7 +88,7 @@ def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathl
     )
     script.write_text(text)
     crash, faster = measure(
-        Command.of(script, args=["4000"]), record(), [ScriptSettings(threads=2), ScriptSettings(debug_off=True)], seconds=20
+        Command.of(script, args=["4000"]), record(), [ScriptSettings(threads=2), ScriptSettings(debug_off=True)], seconds=60
     )
     assert crash.failed is not None
     assert crash.failed.startswith("ValueError: two threads")
@@ -95,7 +99,7 @@ def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathl
 def test_what_pays_is_confirmed_written_and_applied(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
     command = Command.of(script, args=["4000"])
     settings = ScriptSettings(debug_off=True)
-    confirmed = confirm(command, record(), settings, seconds=20)
+    confirmed = confirm(command, record(), settings, seconds=12)
     assert confirmed.gain is not None
     assert confirmed.losses == "equal"
     configuration = configured(command, settings)
