@@ -10,6 +10,8 @@ import pytest
 
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import CodeEdit
+from trimtab.probe.command import Command
+from trimtab.probe.launch import ScriptProcess
 from trimtab.probe.patch import edited, moved
 
 SCRIPT = """\
@@ -81,3 +83,16 @@ def test_lines_are_found_again_in_the_patched_file(folder: pathlib.Path) -> None
     assert sites == ["train.py:1", "train.py:4", "train.py:8"]
     assert moved("other.py:3", folder, new) == "other.py:3"
     assert moved("somewhere", folder, new) == "somewhere"
+
+
+def test_a_patched_script_runs_in_the_overlay_and_the_script_stays(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("print('as written')\n", encoding="utf-8")
+    settings = {"files": {str(script): "print('patched')\n"}}
+    with ScriptProcess(Command.of(script), {"mode": "run", "settings": settings}) as process:
+        process.wait(30)
+        if process.contained != "overlay":
+            assert "a patch is measured in an overlay only" in process.log()
+            pytest.skip("no overlay is allowed here")
+        assert process.log() == "patched"
+    assert script.read_text(encoding="utf-8") == "print('as written')\n"

@@ -19,7 +19,7 @@ FILES = re.compile(
 )
 """Lines that open or decode a file."""
 LOGGING = re.compile(
-    r"\bprint\(|\btqdm\b|\blog(ger|ging)?\b|\badd_(scalars?|histogram|image|text|figure)\(|\bwriter\b|set_postfix|\bwandb\b"
+    r"\bprint\(|\btqdm\b|\b(logger|logging|writer|wandb|mlflow)\.\w+\(|\badd_(scalars?|histogram|image|text|figure)\(|set_postfix"
 )
 """Lines that write a log."""
 METRICS = re.compile(

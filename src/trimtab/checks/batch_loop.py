@@ -34,6 +34,8 @@ class BatchLoop(Check):
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""
+    line: float = 0.01
+    """Share of a step of the loop's own lines, from which on it is reported."""
     examples: int = 4
     """Examples of a batch, from which on a loop over them can be told from a few calls."""
 
@@ -58,22 +60,25 @@ class BatchLoop(Check):
         line = told[0]
         loop = [other for other in told if near(other.site, line.site) and other.function == line.function]
         rows = sum(other.share for other in loop)
-        if rows < self.least:
+        total = sum(each.ms for each in subject.operators)
+        each_ms = sum(each.ms for each in subject.operators if per_example(each.calls, size))
+        taken = max(rows, each_ms / total if total else 0.0)
+        if taken < self.least or rows < self.line:
             return []
         often = line.runs or calls[line.site].site_calls
         what = f"calls {calls[line.site].name}" if line.site in calls else "runs"
         message = (
-            f"The line {line.site} {what} {often:.0f} times per step, for each of the {size} examples of a batch. The lines of "
-            f"its loop take {rows:.0%} of a step, their gradients not counted: write them as operations over the batch."
+            f"The line {line.site} {what} {often:.0f} times per step, for each of the {size} examples of a batch. Its loop and "
+            f"operators that are called as often take {taken:.0%} of a step. Write it as operations over the batch."
         )
         return [
             note(
                 self,
                 message,
-                evidence={"runs_per_step": often, "batch_size": size, "lines_share": rows},
+                evidence={"runs_per_step": often, "batch_size": size, "lines_share": rows, "operators_share": taken},
                 where=line.site,
                 category="step",
                 edit=edit(subject, line.site, "Write the loop as one operation over the batch."),
-                share=rows,
+                share=taken,
             )
         ]

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, lines, loaders, operators, roots, steps
+from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, line_counts, lines, loaders, operators, roots, steps
 from trimtab.probe.inside.facts import batch_facts, first_tensors
 from trimtab.probe.inside.plan import PLAN, process_age_s, rank
+from trimtab.probe.inside.sites import caller, site, texts
 from trimtab.probe.inside.steps import Key
 
 WARM_UP = 6
@@ -44,6 +45,8 @@ _busy_at_start: tuple[int, float, float] | None = None
 _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
+_counting = False
+_warm_s = time.time()
 _out_of_time = False
 _owner = os.getpid()
 try:
@@ -116,12 +119,13 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
             _evaluations += 1
         clock.add(("module", number, training), ns)
         found = first_tensors(output)
-        entry = [number, training, ns, 0, start]
+        entry = [number, training, ns, 0, start, None]
         if gradients and len(graphs) < 20_000:
             nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
             for node in nodes:
                 node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))
             if nodes:
+                entry[5] = caller(sys._getframe(1))
                 graphs.append(entry)
         if not losses and found and found[0].is_floating_point() and len(outputs) < 200:
             outputs.append(found[0].detach().abs().mean())
@@ -138,7 +142,7 @@ def _snapshot() -> Snapshot:
 
 
 def _mark(key: Key) -> None:
-    global _clean, _profiled_from, _busy_at_start
+    global _clean, _profiled_from, _busy_at_start, _counting, _warm_s
     now = _snapshot()
     of_key = marks.setdefault(key, [])
     before = of_key[-1] if of_key else None
@@ -152,11 +156,18 @@ def _mark(key: Key) -> None:
         return
     count = len(of_key)
     mixed = before is not None and now[4:6] != before[4:6]
+    if _counting:
+        line_counts.stop()
+        finish(False)
     if _profiled_from is not None:
-        if operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time:
+        if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
             operators.stop()
-            finish(False)
+            _counting = not _out_of_time and line_counts.start()
+            if not _counting:
+                finish(False)
         return
+    if count == WARM_UP:
+        _warm_s = time.time()
     if before is not None and count > WARM_UP:
         _clean += not mixed
     wanted = int(PLAN.get("steps") or 40)
@@ -233,7 +244,7 @@ def _write(finished: bool) -> None:
             ],
             "samples": facts.plain_samples(first_ns, measured[-1][0]),
             "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
-            "graphs": graphs,
+            "graphs": [[*entry[:5], site(entry[5])] for entry in graphs],
             "losses": [float(hooks.read(loss)) for loss in losses or outputs],
             "notes": notes,
             "busy": facts.busy_since(_busy_at_start),
@@ -243,6 +254,8 @@ def _write(finished: bool) -> None:
             "operators": operators.found,
             "growth": growth.found,
             "steps_until": last_ns,
-            **facts.collect(),
+            "runs": {site(place): count for place, count in line_counts.found.items()},
+            **facts.collect(_warm_s),
+            "texts": texts(),
         },
     )
