@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import note, share
 from trimtab.core.check import Check
@@ -22,7 +21,7 @@ class AccumulationSync(Check):
     """
 
     name = "accumulation_sync"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     reductions: float = 1.5
     """Reductions per update, from which on it is reported."""

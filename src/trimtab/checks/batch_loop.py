@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import batch_size, edit, lines, note, part, per_example
 from trimtab.core.check import Check
@@ -30,7 +29,7 @@ class BatchLoop(Check):
     """
 
     name = "batch_loop"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, part
@@ -23,7 +22,7 @@ class CompileRepeated(Check):
     """
 
     name = "compile_repeated"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     calls: float = 2.0
     """Calls during the measured steps, from which on it is reported."""

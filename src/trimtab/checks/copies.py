@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, note, on_gpu, share
 from trimtab.core.check import Check
@@ -22,7 +21,7 @@ class Copies(Check):
     """
 
     name = "copies"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""

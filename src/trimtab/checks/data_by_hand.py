@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import BATCHES, does, edit, lines, listed, note
 from trimtab.core.check import Check
@@ -21,7 +20,7 @@ class DataByHand(Check):
     """
 
     name = "data_by_hand"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.05
     """Share of a step of all such lines, from which on they are reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, share, slow_loaders
@@ -29,7 +28,7 @@ class DataWait(Check):
     """
 
     name = "data_wait"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.1
     """Share of a step that waits for the loader, from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note
@@ -23,7 +22,7 @@ class DdpFlags(Check):
     """
 
     name = "ddp_flags"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """``find_unused_parameters`` without unused parameters, and ``DataParallel``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, note
 from trimtab.core.check import Check
@@ -37,7 +36,7 @@ class DebugLeftOn(Check):
     """
 
     name = "debug_left_on"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Each switch that was on, with the line that set it."""

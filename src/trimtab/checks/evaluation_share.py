@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, lines, note, run_share
 from trimtab.checks.gradients_for_nothing import GradientsForNothing
@@ -27,7 +26,7 @@ class EvaluationShare(Check):
     """
 
     name = "evaluation_share"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.25
     """Share of the run after its first step, from which on it is reported."""

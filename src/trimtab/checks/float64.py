@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, note, share
 from trimtab.core.check import Check
@@ -25,7 +24,7 @@ class Float64(Check):
     """
 
     name = "float64"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import note
 from trimtab.core.check import Check
@@ -22,7 +21,7 @@ class Fragmentation(Check):
     """
 
     name = "fragmentation"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.25
     """Share of the reserved memory that is not allocated, from which on it is reported."""

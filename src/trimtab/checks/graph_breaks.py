@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, note
 from trimtab.core.check import Check
@@ -22,7 +21,7 @@ class GraphBreaks(Check):
     """
 
     name = "graph_breaks"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Graph breaks by function, with the reason and the time that compiling took."""

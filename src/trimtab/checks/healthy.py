@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import note, share
 from trimtab.core.check import Check
@@ -22,7 +21,7 @@ class Healthy(Check):
     """
 
     name = "healthy"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.8
     """Share of a step in forward, backward and optimizer, from which on a script counts as healthy."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, share
@@ -30,7 +29,7 @@ class Layout(Check):
     """
 
     name = "layout"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.3
     """Share of a step in forward and backward passes, from which on the layout is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit
@@ -23,7 +22,7 @@ class MemoryGrowth(Check):
     """
 
     name = "memory_growth"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least_mb: float = 0.1
     """Lower bound of the growth per step in MB (10**6 bytes), from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import METRICS, does, edit, lines, listed, note
 from trimtab.core.check import Check
@@ -24,7 +23,7 @@ class MetricEveryStep(Check):
     """
 
     name = "metric_every_step"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.03
     """Share of a step of all such lines, from which on they are reported."""

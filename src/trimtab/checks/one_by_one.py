@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, note, slow_loaders, waiting
 from trimtab.core.check import Check
@@ -23,7 +22,7 @@ class OneByOne(Check):
     """
 
     name = "one_by_one"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.02
     """Share of a step that waits for the loader, from which on it is reported."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, part
@@ -25,7 +25,7 @@ class OptimizerLoop(Check):
     """
 
     name = "optimizer_loop"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""

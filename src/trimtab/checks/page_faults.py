@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import note, part
 from trimtab.core.check import Check
@@ -23,7 +22,7 @@ class PageFaults(Check):
     """
 
     name = "page_faults"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""

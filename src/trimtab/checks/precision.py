@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import note, on_gpu, share
@@ -27,7 +26,7 @@ class Precision(Check):
     """
 
     name = "precision"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.3
     """Share of a step in forward and backward passes, from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, note, part
 from trimtab.core.check import Check
@@ -22,7 +21,7 @@ class Recompiles(Check):
     """
 
     name = "recompiles"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Compilations after the warm-up, by function, with the guard that failed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import edit, lines, note, run_share, share
 from trimtab.core.check import Check
@@ -26,7 +25,7 @@ class SavingShare(Check):
     """
 
     name = "saving_share"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import FILES, batch_size, does, edit, lines, listed, note, share
 from trimtab.checks.workers_few import WorkersFew
@@ -24,7 +23,7 @@ class SlowExample(Check):
     """
 
     name = "slow_example"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.1
     """Share of a step of all such lines, from which on they are reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import BATCHES, LOGGING, METRICS, does, edit, lines, listed, note, on_gpu
 from trimtab.checks.batch_loop import BatchLoop, near
@@ -23,7 +22,7 @@ class SlowLines(Check):
     """
 
     name = "slow_lines"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.05
     """Share of a step of all such lines, from which on they are reported."""

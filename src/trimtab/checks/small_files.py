@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import FILES, does, edit, lines, listed, note, share
 from trimtab.core.check import Check
@@ -23,7 +22,7 @@ class SmallFiles(Check):
     """
 
     name = "small_files"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""

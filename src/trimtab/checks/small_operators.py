@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import note, on_gpu, share
 from trimtab.core.check import Check
@@ -23,7 +22,7 @@ class SmallOperators(Check):
     """
 
     name = "small_operators"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.3
     """Share of a step in forward and backward passes, from which on it is reported."""

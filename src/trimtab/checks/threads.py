@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, on_gpu, share
@@ -24,7 +23,7 @@ class Threads(Check):
     """
 
     name = "threads"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.1
     """Share of a step in forward, backward and optimizer, from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab.checks._script import note, part
 from trimtab.core.check import Check
@@ -22,7 +21,7 @@ class UnevenRanks(Check):
     """
 
     name = "uneven_ranks"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""

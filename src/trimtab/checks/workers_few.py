@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, slow_loaders, waiting
@@ -26,7 +25,7 @@ class WorkersFew(Check):
     """
 
     name = "workers_few"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.05
     """Share of a step that waits for the loader, from which on it is reported."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, slow_loaders, waiting
@@ -26,7 +25,7 @@ class WorkersForNothing(Check):
     """
 
     name = "workers_for_nothing"
-    about: ClassVar[Literal["model", "script"]] = "script"
+    about = "script"
 
     least: float = 0.02
     """Share of a step that waits for the loader, from which on it is reported."""
