@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from trimtab.probe.inside import hooks, roots, steps
+from trimtab.probe.inside.ending import leave
 from trimtab.probe.inside.plan import PLAN, rank
 from trimtab.probe.inside.remedies import padding
-from trimtab.probe.inside.turns import leave
 
 SHAKE = 1e-6
 """As :data:`trimtab.train.loss.loss_parity.SHAKE`."""

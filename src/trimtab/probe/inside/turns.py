@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from multiprocessing import AuthenticationError
@@ -22,6 +20,7 @@ from trimtab.measure.host import waited_ns, waits
 from trimtab.measure.remote import LONGEST_REQUEST, listening
 from trimtab.measure.timer import pace, unrecorded
 from trimtab.probe.inside import loaders, roots, steps
+from trimtab.probe.inside.ending import leave
 from trimtab.probe.inside.plan import PLAN, rank
 from trimtab.probe.inside.remedies import apply
 
@@ -206,13 +205,3 @@ def _following() -> Steps:
         if pending is not None and done >= pending["step"]:
             apply(pending["settings"])
             pending = None
-
-
-def leave() -> None:
-    """End the process without its exit handlers, ``finally`` blocks and saving on exit."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(0)
