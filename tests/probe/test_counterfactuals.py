@@ -49,7 +49,8 @@ STEP_LINE = 12
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second for each comparison, however much time there is."""
-    monkeypatch.setattr("trimtab.probe.counterfactuals.MOST_S", 1.0)
+    for name in ("LEAST_S", "MOST_S"):
+        monkeypatch.setattr(f"trimtab.probe.counterfactuals.{name}", 1.0)
 
 
 @pytest.fixture
@@ -195,3 +196,5 @@ def test_settings_that_pay_are_merged_one_for_each_loader() -> None:
     assert merged == ScriptSettings(optimizer="fused", loaders={"a:1": LoaderSettings(workers=0, batch_fetch=True)})
     assert alone == one
     assert _choices([outcome(1.0, fused)]) == []
+    likely = Outcome(settings=fused, gain=Interval(1.2, 0.9, 1.5), losses="equal")
+    assert _choices([likely]) == [fused], "the confirmation decides"

@@ -21,7 +21,7 @@ from trimtab.probe.serving import ScriptEnded, ScriptFailed, ServedScript
 
 TIMING_SHARE = 0.6
 """Share of the time for timing; the rest is for the comparison of losses."""
-LEAST_S, MOST_S = 1.0, 12.0
+LEAST_S, MOST_S = 2.0, 12.0
 """Seconds of one comparison."""
 SHORT_SHARE, SHORTEST_S = 0.35, 0.2
 """Share of the steps' time of a script that ended while it was watched for one comparison, and the least seconds."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trimtab.core.evidence import ProbeRecord
+from trimtab.core.measurement import LEAST_GAIN
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
 from trimtab.probe import configuration
@@ -139,20 +140,24 @@ def to_try(record: ProbeRecord, environment: Environment) -> list[ScriptSettings
             continue
         if settings not in found:
             found.append(settings)
-    return found
+    return sorted(found, key=lambda settings: settings.threads is not None)  # a busy machine cannot tell about threads
 
 
 def _choices(outcomes: Sequence[Outcome]) -> list[ScriptSettings]:
-    """All that pays, merged; then the best alone, in case that the settings do not add up."""
-    paying = [outcome for outcome in outcomes if outcome.pays and outcome.settings.without is None]
+    """What to confirm, in this order: all that pays, merged; the best alone, in case that the settings do not add up. If
+    nothing surely pays, all that may pay."""
+    known = [each for each in outcomes if each.settings.without is None and each.losses in ("equal", "within rounding")]
+    paying = [each for each in known if each.pays]
+    likely = [each for each in known if each.gain is not None and each.gain.value >= 1 + LEAST_GAIN]
+    chosen = paying or likely
     merged = ScriptSettings()
-    for outcome in paying:  # the fastest first; of several for one loader, or one field, only that
+    for outcome in chosen:  # the fastest first; of several for one loader, or one field, only that
         changes = outcome.settings.changes()
         sites = set(changes.pop("loaders", {})) & set(merged.loaders)
         if not sites and not changes.keys() & merged.changes().keys():
             merged = merged.merged(outcome.settings)
-    alone = [paying[0].settings] if len(paying) > 1 else []
-    return [merged, *alone] if paying else []
+    alone = [chosen[0].settings] if chosen and chosen[0].settings != merged else []
+    return [merged, *alone] if chosen else []
 
 
 def _line(outcome: Outcome) -> str:
