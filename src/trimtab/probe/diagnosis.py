@@ -105,8 +105,13 @@ def _noise(gain: Interval) -> str | None:
 
 
 def _order(finding: Finding) -> tuple[bool, float, float]:
-    """Errors first, then by what was measured, then by the share of a step that the evidence shows."""
-    return finding.level != "error", -saving(finding), -(finding.share or 0.0)
+    """Errors first, then by the share of a step that the remedy saves; where that could not be told, by the share that the
+    evidence shows."""
+    worth = saving(finding)
+    measured = finding.most is not None and not finding.most.unclear
+    if standing(finding) == "not measured" or (standing(finding) == "advice" and not measured):
+        worth = finding.share or 0.0
+    return finding.level != "error", -worth, -(finding.share or 0.0)
 
 
 class _Measured:
