@@ -67,7 +67,9 @@ def observe(
         process.stop()
         code = process.poll() if code is None else code
         log = max(
-            _read(process.out, "log-*.json"), key=lambda found: (not found["finished"], len(found["marks"])), default=None
+            _read(process.out, "log-*.json") or _read(process.out, "early-*.json"),
+            key=lambda found: (not found["finished"], len(found["marks"])),
+            default=None,
         )
         guarded = _read(process.out, "guarded.json")
         _remove_made(process.out)

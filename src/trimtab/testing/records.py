@@ -29,6 +29,30 @@ def sound_records() -> dict[str, ProbeRecord]:
     }
 
 
+PHASES = {
+    "data": 1.0,
+    "copy": 0.0,
+    "forward": 40.0,
+    "backward": 54.0,
+    "optimizer": 3.0,
+    "zero_grad": 0.1,
+    "synchronization": 0.1,
+    "communication": 0.0,
+    "logging": 0.3,
+    "saving": 0.0,
+    "other": 1.5,
+}
+TEXTS = {
+    "train.py:20": "loader = DataLoader(Photos(), batch_size=32, num_workers=2, persistent_workers=True)",
+    "train.py:25": "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)",
+    "train.py:38": "    loss = criterion(model(x), y)",
+    "train.py:39": "    loss.backward()",
+    "train.py:40": "    optimizer.step()",
+    "train.py:41": "    seen += len(x)",
+    "train.py:43": "    print(loss.item())",
+}
+
+
 def _training() -> ProbeRecord:
     return ProbeRecord(
         command=("train.py", "--epochs", "1"),
@@ -40,19 +64,7 @@ def _training() -> ProbeRecord:
         median_ms=99.0,
         probe_ms=0.3,
         times_ms=(99.0, 101.0) * 20,
-        phases={
-            "data": 1.0,
-            "copy": 0.0,
-            "forward": 40.0,
-            "backward": 54.0,
-            "optimizer": 3.0,
-            "zero_grad": 0.1,
-            "synchronization": 0.1,
-            "communication": 0.0,
-            "logging": 0.3,
-            "saving": 0.0,
-            "other": 1.5,
-        },
+        phases=PHASES,
         run_s={"start": 3.0, "steps": 4.0, "epoch start": 0.02, "evaluation": 0.3, "saving": 0.0},
         lines=(
             LineRecord(site="train.py:38", text="    loss = criterion(model(x), y)", phase="forward", share=0.4),
@@ -109,15 +121,7 @@ def _training() -> ProbeRecord:
         threads=2,
         cores=2,
         cpu_share=0.95,
-        texts={
-            "train.py:20": "loader = DataLoader(Photos(), batch_size=32, num_workers=2, persistent_workers=True)",
-            "train.py:25": "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)",
-            "train.py:38": "    loss = criterion(model(x), y)",
-            "train.py:39": "    loss.backward()",
-            "train.py:40": "    optimizer.step()",
-            "train.py:41": "    seen += len(x)",
-            "train.py:43": "    print(loss.item())",
-        },
+        texts=TEXTS,
     )
 
 

@@ -142,7 +142,7 @@ def _snapshot() -> Snapshot:
 
 
 def _mark(key: Key) -> None:
-    global _clean, _profiled_from, _busy_at_start, _counting, _warm_s
+    global _clean, _profiled_from, _busy_at_start, _warm_s
     now = _snapshot()
     of_key = marks.setdefault(key, [])
     before = of_key[-1] if of_key else None
@@ -162,9 +162,7 @@ def _mark(key: Key) -> None:
     if _profiled_from is not None:
         if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
             operators.stop()
-            _counting = not _out_of_time and line_counts.start()
-            if not _counting:
-                finish(False)
+            _count_lines()
         return
     if count == WARM_UP:
         _warm_s = time.time()
@@ -177,6 +175,18 @@ def _mark(key: Key) -> None:
         if _out_of_time or not operators.start(notes):
             finish(False)
         _profiled_from = count
+
+
+def _count_lines() -> None:
+    """Count the lines of one more step, which the other ranks make too. What was seen until then is written first, for the
+    case that tracing ends the process."""
+    global _counting
+    if _out_of_time:
+        finish(False)
+    _counting = lines.paused = True
+    if rank() == 0:
+        _write(False, "early")
+        line_counts.start()
 
 
 def _time_is_up() -> None:
@@ -219,7 +229,7 @@ def _is_temporary(path: str) -> bool:
     return path.startswith(tempfile.gettempdir()) and not os.path.lexists(path)
 
 
-def _write(finished: bool) -> None:
+def _write(finished: bool, name: str = "log") -> None:
     anchor = steps.anchor or steps.decide(late=True)
     of_anchor = marks.get(anchor, []) if anchor else []
     if anchor is not None and anchor[0] == "batch":
@@ -230,7 +240,7 @@ def _write(finished: bool) -> None:
     first_ns, last_ns = of_anchor[0][0], of_anchor[-1][0]
     measured = of_anchor[: _profiled_from or len(of_anchor)]
     _save(
-        "log",
+        name,
         {
             "finished": finished,
             "anchor": list(anchor),
