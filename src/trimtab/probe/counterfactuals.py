@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from trimtab.core.evidence import ProbeRecord
-from trimtab.core.measurement import Interval
+from trimtab.core.measurement import LEAST_GAIN, Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.errors import MeasurementError
 from trimtab.measure.host import others
@@ -25,6 +25,8 @@ LEAST_S, MOST_S = 2.0, 12.0
 """Seconds of one comparison."""
 SHORT_SHARE, SHORTEST_S = 0.35, 0.2
 """Share of the steps' time of a script that ended while it was watched for one comparison, and the least seconds."""
+MOST_REFINED = 3
+"""Settings that are measured twice if the first interval is not sure."""
 WIDTH = 0.03
 """An interval that is narrower than this share of the ratio ends a comparison."""
 TRIES = 3
@@ -154,6 +156,8 @@ class _Measuring:
                         seconds = self._seconds_for(len(waiting) + fresh, 2 * fresh)
                         found[i] = self._switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
                         waiting.pop(0)
+                    with contextlib.suppress(ScriptFailed, ScriptEnded, MeasurementError):  # what is known stands
+                        self._refine(script, found, fresh)
             except ScriptFailed as error:
                 found[waiting[0]] = _failed(settings[waiting[0]], str(error))
                 waiting.pop(0)
@@ -164,6 +168,19 @@ class _Measuring:
             except MeasurementError as error:
                 return found | {i: _failed(settings[i], str(error)) for i in waiting}
         return found
+
+    def _refine(self, script: ServedScript, found: dict[int, Outcome], fresh: int) -> None:
+        """Measure once more what may pay but is not sure, the most promising first, while time is left."""
+        unsure = [i for i, each in found.items() if each.gain is not None and each.settings.without is None]
+        unsure = [i for i in unsure if (gain := found[i].gain) and gain.value >= 1 + LEAST_GAIN and not gain.faster]
+        for n, i in enumerate(sorted(unsure, key=lambda i: -_promise(found[i]))[:MOST_REFINED]):
+            if self.left < (1 - TIMING_SHARE) * self.seconds + fresh * (LEAST_S + 2 * self.record.start_s) + LEAST_S:
+                return
+            self.told(f"once more: {described(found[i].settings)}")
+            again = self._switched(script, found[i].settings, self._seconds_for(len(unsure) - n + fresh, 2 * fresh))
+            before = found[i].gain
+            if again.gain is not None and before is not None and again.gain.width < before.width:
+                found[i] = again
 
     def _switched(self, script: ServedScript, settings: ScriptSettings, seconds: float) -> Outcome:
         if self.busy is not None and settings.threads is not None:
