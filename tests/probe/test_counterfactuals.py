@@ -85,16 +85,15 @@ def test_settings_are_timed_in_turns_with_their_losses(script: pathlib.Path) -> 
 def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathlib.Path) -> None:
     text = SCRIPT.replace(
         "    for x, y in loader:\n",
-        "    for x, y in loader:\n        if torch.get_num_threads() == 2: raise ValueError('two threads')\n",
+        "    for x, y in loader:\n        if not torch.is_anomaly_enabled(): raise ValueError('no anomaly mode')\n",
     )
     script.write_text(text)
-    crash, faster = measure(
-        Command.of(script, args=["4000"]), record(), [ScriptSettings(threads=2), ScriptSettings(debug_off=True)], seconds=60
-    )
+    command, asked = Command.of(script, args=["4000"]), [ScriptSettings(debug_off=True), ScriptSettings(set_to_none=True)]
+    crash, other = measure(command, record(), asked, seconds=60)
     assert crash.failed is not None
-    assert crash.failed.startswith("ValueError: two threads")
+    assert crash.failed.startswith("ValueError: no anomaly mode")
     assert "train.py:15" in crash.failed
-    assert faster.gain is not None
+    assert other.gain is not None
 
 
 def test_what_pays_is_confirmed_written_and_applied(script: pathlib.Path, tmp_path: pathlib.Path) -> None:

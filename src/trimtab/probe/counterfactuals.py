@@ -93,11 +93,12 @@ class _Measuring:
         self.begun, self.seconds = time.monotonic(), seconds
         self.told = on_progress or (lambda words: None)
         self.losses = LossRuns(command, record, in_place=in_place)
-        found = others() if record.threads > 1 else None
+        found = others()
         self.busy = found if found is not None and found.busy else None
-        self.base = ScriptSettings(threads=1) if self.busy is not None else ScriptSettings()
+        self.one_thread = self.busy is not None and record.threads > 1
+        self.base = ScriptSettings(threads=1) if self.one_thread else ScriptSettings()
         """Of both sides of every comparison."""
-        if self.busy is not None:
+        if self.one_thread:
             self.told(f"busy machine: {self.busy}, so that both sides are timed with one thread")
 
     @property
@@ -195,7 +196,7 @@ class _Measuring:
                 process_noise=0.0,
                 pids={os.getpid(), script.process.pid},
             ).ratio
-        return Outcome(settings=settings, gain=ratio, how="one process", one_thread=self.busy is not None)
+        return Outcome(settings=settings, gain=ratio, how="one process", one_thread=self.one_thread)
 
     # in fresh processes
 
@@ -205,7 +206,7 @@ class _Measuring:
         for attempt in range(TRIES):
             try:
                 gain = self._pair(settings, seconds / 2**attempt)
-                return Outcome(settings=settings, gain=gain, how="fresh processes", one_thread=self.busy is not None)
+                return Outcome(settings=settings, gain=gain, how="fresh processes", one_thread=self.one_thread)
             except ScriptEnded:
                 continue
             except (ScriptFailed, MeasurementError) as error:

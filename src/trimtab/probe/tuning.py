@@ -144,10 +144,10 @@ def to_try(record: ProbeRecord, environment: Environment) -> list[ScriptSettings
 
 
 def _choices(outcomes: Sequence[Outcome]) -> list[ScriptSettings]:
-    """What to confirm, in this order: all that pays, merged; the best alone, in case that the settings do not add up. If
-    nothing surely pays, all that may pay."""
-    known = [each for each in outcomes if each.settings.without is None and each.losses in ("equal", "within rounding")]
-    paying = [each for each in known if each.pays]
+    """What to confirm, in this order: all that is surely faster, merged; the best alone, in case that the settings do not add
+    up. If nothing is surely faster, all that may be. Losses that were not compared yet are compared by the confirmation."""
+    known = [each for each in outcomes if each.settings.without is None and each.losses != "different"]
+    paying = [each for each in known if each.gain is not None and each.gain.faster]
     likely = [each for each in known if each.gain is not None and each.gain.value >= 1 + LEAST_GAIN]
     chosen = paying or likely
     merged = ScriptSettings()
@@ -165,5 +165,5 @@ def _line(outcome: Outcome) -> str:
     if outcome.gain is None:
         return f"  {'-':<26} {words}: {outcome.failed}"
     losses = "" if outcome.losses == "not compared" else f"losses {outcome.losses}"
-    verdict = "pays" if outcome.pays else "slower" if outcome.gain.slower else "not kept"
+    verdict = "faster" if outcome.gain.faster else "slower" if outcome.gain.slower else "not sure"
     return f"  {outcome.gain.times():<26} {words:<44} {losses:<23} {verdict}".rstrip()
