@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trimtab.errors import UsageError
-
-if TYPE_CHECKING:
-    from trimtab.probe.command import Command
+from trimtab.probe.command import Command
+from trimtab.study.progress import Printed
 
 Words = Annotated[
     list[str] | None,
@@ -34,8 +33,6 @@ def command_of(words: Sequence[str], module: str | None) -> Command:
     Raises:
         UsageError: there is no such script, module or program.
     """
-    from trimtab.probe.command import Command
-
     if module is not None:
         return Command.of(module=module, args=words)
     if not words:
@@ -47,6 +44,4 @@ def command_of(words: Sequence[str], module: str | None) -> Command:
 
 def lines(budget_s: float | None) -> Callable[[str], None]:
     """A function that prints each stage with the elapsed time on standard error."""
-    from trimtab.study.progress import Printed
-
     return Printed(budget_s=budget_s).stage

@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
+from trimtab.probe.inside.roots import around_calls
+
 _now: dict[str, str | None] = {"without": None}
 _installed: set[str] = set()
 
@@ -139,8 +141,6 @@ _trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _end_evaluations() -> None:
-    from trimtab.probe.inside.roots import around_calls
-
     def note(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         reader = _evaluating["reader"]
         if module.training and reader is not None:

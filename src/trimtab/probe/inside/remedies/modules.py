@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from trimtab.probe.inside.remedies import padding
+from trimtab.probe.inside.roots import around_calls
 
 Call = Callable[..., Any]
 NAMES = ("no_grad", "trim_padding", "channels_last", "autocast", "compile", "float32")
@@ -35,8 +36,6 @@ def switch(settings: Mapping[str, Any]) -> None:
     _now.clear()
     _now.update(wanted)
     if wanted and not _installed:
-        from trimtab.probe.inside.roots import around_calls  # it watches module classes, which only these settings need
-
         _installed = True
         around_calls(around)
 
