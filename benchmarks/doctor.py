@@ -152,7 +152,7 @@ def drift(first: str, second: str) -> float | None:
 
 def trimtab(command: str, script: Script, folder: pathlib.Path, budget_s: float) -> dict[str, Any]:
     """The JSON that ``trimtab doctor`` or ``trimtab tune`` prints for the script with its own defaults."""
-    words = [sys.executable, "-m", "trimtab", command, *script.command, "--json", "--budget", f"{budget_s:g}s"]
+    words = [sys.executable, "-m", "trimtab", command, "--json", "--budget", f"{budget_s:g}s", *script.command]
     ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     try:
         found: dict[str, Any] = json.loads(ended.stdout)
