@@ -5,9 +5,9 @@
     python benchmarks/doctor.py --scripts gpt_chars,ring_gan --quick
     python benchmarks/doctor.py --only-by-hand                     # without trimtab: what the edits by hand bring
 
-``examples/scripts/causes.toml`` says what was planted in each script; ``by_hand/NAME.diff`` removes it. Speed is steps per
-second of the script's own process: a run of ``steps`` steps less a run of a sixth of them, so that start-up counts on neither
-side. Two sides take turns in fresh processes, A B B A; the interval is Student's t on the logarithms of the pairs' ratios.
+``examples/scripts/causes.toml`` says what was planted in each script; ``by_hand/NAME.diff`` removes it. Two sides
+make the same steps in turns, A B B A, in fresh processes, and are timed from the first to the last line that the script prints,
+so that start-up does not count. The interval is Student's t on the logarithms of the pairs' ratios.
 
 Per script: the edit by hand against the script as written; the check that ``trimtab doctor --json`` names first, and the gain
 that it predicts (for advice, its measured ceiling) against that of the edit; for scripts with nothing wrong, every gain that is
@@ -47,7 +47,6 @@ from trimtab.measure.quantiles import t_quantile
 SCRIPTS = pathlib.Path(__file__).resolve().parent.parent / "examples" / "scripts"
 NAMED, NEAR, PREDICTED, OF_HAND, SAVED, SLOWEST = 15 / 17, 0.10, 0.9, 7 / 8, 0.8, 0.98
 DISTURBED = 0.1
-SHORT = 6
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 
 
@@ -68,9 +67,9 @@ class Script:
     steps: int
     cause: str = ""
 
-    def arguments(self, steps: int) -> list[str]:
+    def arguments(self) -> list[str]:
         """What makes the script end after ``steps`` steps."""
-        return [f"{self.count}{steps}"] if self.count.endswith("=") else [self.count, str(steps)]
+        return [f"{self.count}{self.steps}"] if self.count.endswith("=") else [self.count, str(self.steps)]
 
     def copied(self, folder: pathlib.Path, edited: bool = False) -> pathlib.Path:
         """``folder`` with a copy of all scripts, of this one with the edit by hand."""
@@ -99,30 +98,44 @@ class Side:
     printed: str = ""
     """By the last run."""
 
-    def seconds(self, steps: int) -> float:
-        """Wall-clock time of one process that makes ``steps`` steps."""
-        command = [*self.prefix, *self.script.command, *["--"][: self.dashes], *self.script.arguments(steps)]
-        began = time.perf_counter()
-        ended = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-        took = time.perf_counter() - began
-        if ended.returncode:
-            raise RunError(f"{' '.join(command)} ended with {ended.returncode}: {ended.stderr[-600:]}")
-        self.printed = ended.stdout
-        return took
+    def seconds(self) -> float:
+        """Wall-clock time of a fresh process between the first and the last line that the script prints.
 
-    def per_step(self) -> float:
-        """Seconds per step: the difference of a long and a short run over that of their steps."""
-        short = self.script.steps // SHORT
-        less = self.seconds(short)
-        return max(self.seconds(self.script.steps) - less, 1e-9) / (self.script.steps - short)
+        Every script prints a line every some steps, so start-up does not count; the lines end the same steps on all sides.
+        """
+        dashes = ["--"] if self.dashes else []
+        command = [*self.prefix, *self.script.command, *dashes, *self.script.arguments()]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        with tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+            assert process.stdout is not None
+            lines, times = [], []
+            for line in process.stdout:
+                times.append(time.perf_counter())
+                lines.append(line)
+            if process.wait():
+                log.seek(0)
+                raise RunError(f"{' '.join(command)} ended with {process.returncode}: {log.read()[-600:]}")
+        self.printed = "".join(lines)
+        if len(times) < 2:
+            raise RunError(f"{' '.join(command)} printed {len(times)} lines: {self.printed}")
+        return times[-1] - times[0]
 
 
 def against(side: Side, rival: Side, rounds: int) -> Interval:
     """How many times as fast ``side`` is as ``rival``: ``rounds`` of A B B A in fresh processes."""
     logs = []
     for _ in range(rounds):
-        first, second = rival.per_step(), side.per_step()
-        third, fourth = side.per_step(), rival.per_step()
+        first, second = rival.seconds(), side.seconds()
+        third, fourth = side.seconds(), rival.seconds()
         logs += [math.log(first / second), math.log(fourth / third)]
     half = t_quantile(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     mean = statistics.fmean(logs)

@@ -43,7 +43,7 @@ while step < args.max_steps:
         step += 1
         if step >= args.max_steps:
             break
-    if epoch % 5 == 0:
+    if epoch % 2 == 0:
         model.eval()
         with torch.no_grad():
             right = ((model(test_x)[:, 0] > 0) == (test_y > 0)).float().mean().item()

@@ -49,9 +49,11 @@ def main(args):
     loader = DataLoader(Sentences(args.batches * args.batch_size, 4000, 0), args.batch_size, collate_fn=collate)
     embedded = []
     with torch.inference_mode():
-        for batch in loader:
+        for number, batch in enumerate(loader):
             output = model(**batch)
             embedded.append(mean_pool(output.last_hidden_state, batch["attention_mask"]))
+            if number % 20 == 0:
+                print(f"batch {number} of {len(loader)}")
     vectors = torch.nn.functional.normalize(torch.cat(embedded), dim=1)
     print(f"{len(vectors)} sentences, mean cosine of neighbours {(vectors[1:] * vectors[:-1]).sum(1).mean():.4f}")
 

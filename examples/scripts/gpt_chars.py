@@ -84,5 +84,5 @@ if __name__ == "__main__":
         opt.zero_grad(set_to_none=True)
         loss.backward()
         opt.step()
-        if it % 100 == 0:
+        if it % 50 == 0:
             print(f"iter {it}: loss {loss.item():.4f}")

@@ -78,7 +78,7 @@ def main():
             loss.backward()
             optimizer.step()
             step += 1
-            if step % 100 == 0:
+            if step % 50 == 0:
                 print(f"step {step} loss {loss.item():.3f}")
             if step == args.steps:
                 break

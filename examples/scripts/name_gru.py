@@ -50,7 +50,7 @@ def main():
     parser.add_argument("--max-steps", type=int, default=600)
     args = parser.parse_args()
     torch.manual_seed(0)
-    train, held_out = surnames(25_600, 8, 0), surnames(1024, 8, 1)
+    train, held_out = surnames(6_400, 8, 0), surnames(1024, 8, 1)
     model = NameGRU(26, args.hidden, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     step = 0

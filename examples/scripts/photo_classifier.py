@@ -47,10 +47,10 @@ class Photos(Dataset):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 5, stride=2, padding=2)
+        self.conv1 = nn.Conv2d(3, 16, 5, stride=4, padding=2)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
         self.conv3 = nn.Conv2d(32, 64, 3, padding=1)
-        self.fc = nn.Linear(64 * 4 * 4, CLASSES)
+        self.fc = nn.Linear(64 * 2 * 2, CLASSES)
 
     def forward(self, x):
         x = F.relu(self.conv1(x))
@@ -62,7 +62,7 @@ class Net(nn.Module):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--steps", type=int, default=700)
     args = parser.parse_args()
     torch.manual_seed(0)

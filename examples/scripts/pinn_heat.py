@@ -41,7 +41,7 @@ for step in range(args.steps):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    if step % 100 == 0:
+    if step % 50 == 0:
         print(f"{step:6d} physics {physics.item():.2e} initial {initial.item():.2e} boundary {boundary.item():.2e}")
 
 with torch.no_grad():

@@ -42,7 +42,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-steps", type=int, default=800)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--log-every", type=int, default=100)
+    parser.add_argument("--log-every", type=int, default=50)
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -45,7 +45,7 @@ def main(args):
         optimizer.zero_grad()
         if update % args.save_every == 0:
             save(os.path.join(args.out, "last.pt"), model, optimizer, update)
-        if update % 50 == 0:
+        if update % 20 == 0:
             print(f"update {update}  loss {float(total):.4f}")
     save(os.path.join(args.out, "final.pt"), model, optimizer, args.updates)
 

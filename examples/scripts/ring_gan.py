@@ -48,7 +48,7 @@ def main():
         g_loss.backward()
         g_optim.step()
 
-        if i % 250 == 0:
+        if i % 100 == 0:
             print(f"{i:6d}  D {d_loss.item():.3f}  G {g_loss.item():.3f}")
 
 

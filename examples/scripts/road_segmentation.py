@@ -1,4 +1,4 @@
-"""Segmentation of synthetic road images with a small encoder-decoder."""
+"""Segmentation of synthetic road images with a small convolutional network."""
 
 import argparse
 from pathlib import Path
@@ -7,33 +7,30 @@ import torch
 from torch import nn
 
 
-def conv(inside, outside):
+def conv(inside, outside, stride=1):
     return nn.Sequential(
-        nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+        nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False),
         nn.BatchNorm2d(outside),
         nn.ReLU(inplace=True),
     )
 
 
-class UNet(nn.Module):
+class SegNet(nn.Module):
+    """Road or not, for each pixel; computed at half the resolution and enlarged at the end."""
+
     def __init__(self, width=16):
         super().__init__()
-        self.enter = conv(3, width)
-        self.down1 = conv(width, 2 * width)
-        self.down2 = conv(2 * width, 4 * width)
-        self.up1 = conv(4 * width + 2 * width, 2 * width)
-        self.up2 = conv(2 * width + width, width)
-        self.out = nn.Conv2d(width, 2, 1)
-        self.pool = nn.MaxPool2d(2)
+        self.body = nn.Sequential(
+            conv(3, width),
+            conv(width, width),
+            conv(width, 2 * width, stride=2),
+            conv(2 * width, 2 * width),
+        )
+        self.out = nn.Conv2d(2 * width, 2, 1)
         self.grow = nn.Upsample(scale_factor=2, mode="nearest")
 
     def forward(self, x):
-        a = self.enter(x)
-        b = self.down1(self.pool(a))
-        c = self.down2(self.pool(b))
-        b = self.up1(torch.cat([self.grow(c), b], 1))
-        a = self.up2(torch.cat([self.grow(b), a], 1))
-        return self.out(a)
+        return self.grow(self.out(self.body(x)))
 
 
 def scenes(count, size, generator):
@@ -51,8 +48,8 @@ class Trainer:
         self.args = args
         generator = torch.Generator().manual_seed(0)
         self.images, self.masks = scenes(256, args.size, generator)
-        self.model = UNet()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+        self.model = SegNet()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
         self.criterion = nn.CrossEntropyLoss()
 
     def train_step(self, images, masks):
@@ -76,8 +73,8 @@ class Trainer:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--save", type=Path)
     torch.manual_seed(0)
     Trainer(parser.parse_args()).fit()

@@ -49,7 +49,7 @@ def train(model, readings, args):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if it % 100 == 0:
+        if it % 50 == 0:
             print(f"iteration {it}, loss {loss.item():.5f}")
 
 

@@ -63,7 +63,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 100 == 0:
+        if step % 50 == 0:
             print(f"{step:5d} {loss.item():.4f}")
 
 

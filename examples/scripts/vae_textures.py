@@ -12,7 +12,7 @@ SIDE = 48
 
 
 class VAE(nn.Module):
-    def __init__(self, hidden=128, latent=16):
+    def __init__(self, hidden=64, latent=16):
         super().__init__()
         self.fc1 = nn.Linear(SIDE * SIDE, hidden)
         self.mu, self.logvar = nn.Linear(hidden, latent), nn.Linear(hidden, latent)
@@ -60,7 +60,7 @@ class Experiment:
     def run(self):
         for step in range(self.args.steps):
             self.step(self.data[torch.randint(len(self.data), (self.args.batch,))])
-            if (step + 1) % 100 == 0:
+            if (step + 1) % 50 == 0:
                 last = self.history[-1]
                 print(f"step {step + 1}: loss {last['loss'].item():.2f}, error {last['error'].mean().item():.4f}")
         if self.args.plot_data:

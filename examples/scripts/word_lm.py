@@ -81,7 +81,7 @@ def main():
         for name, p in model.named_parameters():
             writer.add_histogram(f"weights/{name}", p, step)
             writer.add_histogram(f"gradients/{name}", p.grad, step)
-        if (step + 1) % 100 == 0:
+        if (step + 1) % 50 == 0:
             print(f"| step {step + 1:5d} | loss {loss.item():5.2f} | ppl {math.exp(loss.item()):8.2f}")
     writer.close()
 

@@ -44,7 +44,6 @@ def test_every_script_has_an_entry_and_every_planted_cause_an_edit() -> None:
 def test_entries_are_complete(row: dict[str, Any]) -> None:
     assert set(row) - {"cause"} == {"name", "command", "set", "checks", "outside", "count", "steps"}
     assert ("cause" in row) == bool(row["checks"])
-    assert row["steps"] % 6 == 0  # benchmarks/doctor.py also runs a sixth of them
     script = SCRIPTS / (row["command"][1].replace(".", "/") + ".py" if row["command"][0] == "-m" else row["command"][0])
     text = script.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 100

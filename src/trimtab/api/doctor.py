@@ -127,14 +127,7 @@ def doctor(
         else:
             if loader is not None or loss is not None or optimizer is not None:
                 raise UsageError("loader=, loss= and optimizer= belong to a model; a script brings its own.")
-            name = os.fspath(path_of(subject, "What is examined", "train.py"))
-            if is_workload(name):
-                if args:
-                    raise UsageError(f"args is {args!r}; only a script takes arguments, and {name} is a workload.")
-                command = stack.enter_context(workload_steps(name))
-            else:
-                command = Command.of(name, args=[*map(str, args)])
-            words = (name, *(("--", *map(str, args)) if args else ()))
+            command, words = _named(stack, os.fspath(path_of(subject, "What is examined", "train.py")), [*map(str, args)])
         request = Request(
             command=command,
             words=words,
@@ -144,6 +137,15 @@ def doctor(
             out=None if out is None else path_of(out, "out", "runs/doctor"),
         )
         return examined(request, on_progress)
+
+
+def _named(stack: contextlib.ExitStack, name: str, args: list[str]) -> tuple[Command, tuple[str, ...]]:
+    """The command of a script or of a reference to a workload, and its words on the command line."""
+    if not is_workload(name):
+        return Command.of(name, args=args), (name, *(("--", *args) if args else ()))
+    if args:
+        raise UsageError(f"args is {args!r}; only a script takes arguments, and {name} is a workload.")
+    return stack.enter_context(workload_steps(name)), (name,)
 
 
 def checked_steps(steps: int, name: str) -> int:
