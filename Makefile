@@ -1,4 +1,4 @@
-# make venv | demo | docs | test | test-fast | lint | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
+# make venv | demo | docs | test | test-fast | lint | soak | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,8 +19,9 @@ help:
 	@echo "make docs   build the documentation into site/"
 	@echo "make test   ruff, mypy --strict and the whole test suite; ROOM=train/data runs the tests of one room alone"
 	@echo "make test-fast   ruff, mypy --strict and the tests that start few processes"
-	@echo "make soak   what takes minutes: the server under overload, beside a real Prometheus, Ray and kserve's client"
 	@echo "make lint   ruff and mypy --strict"
+	@echo "make soak   trimtab serve under overload, with kserve's client, Prometheus and Ray, then 20 minutes of load: no error,"
+	@echo "            no growing memory; TIME=4m is shorter"
 	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
 	@echo "make cast   docs/cast.txt, the run that the README shows; on a machine that does nothing else"
 	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
@@ -59,6 +60,12 @@ cast: $(STAMP) compiler
 demo: $(STAMP) compiler
 	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 2m --out runs/digits
 
+TIME ?= 20m
+soak: $(STAMP) browser kserve
+	TRIMTAB_SOAK=1 $(BIN)/pytest tests/serve/test_chaos.py
+	$(BIN)/pytest -m slow tests/serve
+	$(BIN)/python benchmarks/soak.py --time $(TIME)
+
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open site/index.html. Its search needs a server: $(BIN)/mkdocs serve"
@@ -93,10 +100,6 @@ kserve: .venv-kserve/.installed
 	$(PYTHON) -m venv .venv-kserve
 	.venv-kserve/bin/python -m pip --disable-pip-version-check -qq install $(KSERVE)
 	@touch $@
-
-soak: $(STAMP) browser kserve
-	TRIMTAB_SOAK=1 $(BIN)/pytest -m slow tests/serve
-	TRIMTAB_SOAK=1 $(BIN)/pytest tests/serve/test_chaos.py
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -78,11 +78,11 @@ def write(
 class Server:
     """``trimtab serve`` with ``arguments``. A context, which sends SIGTERM and checks that no process is left."""
 
-    def __init__(self, log: pathlib.Path, *arguments: str) -> None:
+    def __init__(self, log: pathlib.Path, *arguments: str, python: str = sys.executable) -> None:
         self.log = log
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trimtab", "serve", "--port", "0", "--grpc-port", "0", *arguments],
+                [python, "-m", "trimtab", "serve", "--port", "0", "--grpc-port", "0", *arguments],
                 stdout=file,
                 stderr=file,
             )

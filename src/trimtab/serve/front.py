@@ -80,6 +80,7 @@ async def _serve(options: Options, listening: socket.socket) -> None:
         log_level="error",
         timeout_keep_alive=round(KEEP_ALIVE_S),
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=10,
         backlog=BACKLOG,
         ssl_certfile=certificate,
@@ -95,6 +96,8 @@ async def _serve(options: Options, listening: socket.socket) -> None:
         await asyncio.wait([loading, stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
+            if options.watch_s is not None:
+                reloads.add(loop.create_task(repository.watch(options.watch_s)))
             await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
         await asyncio.wait([loading])

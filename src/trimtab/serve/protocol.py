@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ DATATYPES: Final = {
 HEADER_LENGTH = "inference-header-content-length"
 """HTTP header: bytes of JSON at the start of a body whose tensors follow in binary."""
 MOST_DIMS = 64
+_IDS = random.Random()
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Bytes = bytes | bytearray | memoryview
@@ -225,7 +226,7 @@ class Asked:
 
 def request_id(given: str | None) -> str:
     """The id of a request: the one that the client has sent, or a new one if that is missing, long, or not plain text."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{_IDS.getrandbits(64):016x}"
 
 
 def read_request(body: Bytes, header_length: str | None, interface: Interface) -> tuple[Call, Asked]:
