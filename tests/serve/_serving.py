@@ -132,7 +132,8 @@ class Server:
         data = answer.read()
         connection.close()
         found = {name.lower(): value for name, value in answer.getheaders()}
-        return answer.status, json.loads(data) if found.get("content-type") == "application/json" else data, found
+        is_json = data and found.get("content-type") == "application/json"
+        return answer.status, json.loads(data) if is_json else data, found
 
     def infer(self, rows: list[list[float]], model: str = "net", **more: Any) -> tuple[int, Any, dict[str, str]]:
         """An infer request in JSON."""

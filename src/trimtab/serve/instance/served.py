@@ -12,6 +12,7 @@ import numpy as np
 from trimtab._internal.user_code import user_code
 from trimtab.artifact.manifest import Manifest
 from trimtab.artifact.padded_batches import batch_of, piece_sizes
+from trimtab.artifact.templates import LABELS
 from trimtab.core.signature import TensorSpec
 from trimtab.errors import IntegrityError
 from trimtab.serve.instance.load import Loaded, joinable, output_names
@@ -117,15 +118,20 @@ def _described(name: str, spec: TensorSpec) -> dict[str, Any]:
 
 def _card(manifest: Manifest) -> dict[str, Any]:
     """The facts that the page shows."""
-    names = ("speedup", "baseline_speedup", "latency_ms", "throughput", "baseline_score", "score", "drop", "size_mb", "peak_mb")
+    names = ("speedup", "against_tuned", "baseline_speedup", "latency_ms", "throughput", "baseline_score", "score", "drop")
+    evidence = {
+        name: manifest.evidence[name] for name in (*names, "size_mb", "peak_mb") if manifest.evidence.get(name) is not None
+    }
+    limits = {} if manifest.limits is None else dataclasses.asdict(manifest.limits)
     return {
         "workload": manifest.workload,
         "recipe": manifest.recipe_text,
         "created": manifest.created,
         "trimtab": manifest.trimtab,
         "cpu": manifest.environment.cpu,
-        "evidence": {name: manifest.evidence[name] for name in names if manifest.evidence.get(name) is not None},
-        "limits": None if manifest.limits is None else str(manifest.limits),
+        "evidence": evidence,
+        "labels": {name: LABELS.get(name, name) for name in evidence},
+        "limits": {name: value for name, value in limits.items() if value is not None},
         "test_vectors": manifest.golden.cases,
         "tolerance": manifest.golden.tolerance,
         "signature": manifest.signature.describe(),
