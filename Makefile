@@ -11,7 +11,7 @@ CLIENTS := tritonclient
 # kserve's client pins FastAPI, uvicorn and others, so it has an environment of its own.
 KSERVE := kserve==0.21.0
 
-.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast soak kserve
+.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast soak test-serve kserve
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
@@ -19,9 +19,9 @@ help:
 	@echo "make docs   build the documentation into site/"
 	@echo "make test   ruff, mypy --strict and the whole test suite; ROOM=train/data runs the tests of one room alone"
 	@echo "make test-fast   ruff, mypy --strict and the tests that start few processes"
+	@echo "make test-serve   tests of the server that take minutes: overload, a real Prometheus, Ray, kserve's client"
 	@echo "make lint   ruff and mypy --strict"
-	@echo "make soak   trimtab serve under overload, with kserve's client, Prometheus and Ray, then 20 minutes of load: no error,"
-	@echo "            no growing memory; TIME=4m is shorter"
+	@echo "make soak   20 minutes of load on trimtab serve: no error, no growing memory; TIME=4m is shorter"
 	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
 	@echo "make cast   docs/cast.txt, the run that the README shows; on a machine that does nothing else"
 	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
@@ -61,9 +61,7 @@ demo: $(STAMP) compiler
 	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 2m --out runs/digits
 
 TIME ?= 20m
-soak: $(STAMP) browser kserve
-	TRIMTAB_SOAK=1 $(BIN)/pytest tests/serve/test_chaos.py
-	$(BIN)/pytest -m slow tests/serve
+soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py --time $(TIME)
 
 docs: $(STAMP)
@@ -100,6 +98,10 @@ kserve: .venv-kserve/.installed
 	$(PYTHON) -m venv .venv-kserve
 	.venv-kserve/bin/python -m pip --disable-pip-version-check -qq install $(KSERVE)
 	@touch $@
+
+test-serve: $(STAMP) browser kserve
+	TRIMTAB_SOAK=1 $(BIN)/pytest -m slow tests/serve
+	TRIMTAB_SOAK=1 $(BIN)/pytest tests/serve/test_chaos.py
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

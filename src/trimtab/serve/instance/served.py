@@ -118,8 +118,9 @@ def _described(name: str, spec: TensorSpec) -> dict[str, Any]:
 def _card(manifest: Manifest) -> dict[str, Any]:
     """The facts that the page shows."""
     names = ("speedup", "against_tuned", "baseline_speedup", "latency_ms", "throughput", "baseline_score", "score", "drop")
-    stated = {name: manifest.evidence.get(name) for name in (*names, "size_mb", "peak_mb")}
-    evidence = {name: value for name, value in stated.items() if value is not None}
+    evidence = {
+        name: manifest.evidence[name] for name in (*names, "size_mb", "peak_mb") if manifest.evidence.get(name) is not None
+    }
     limits = {} if manifest.limits is None else dataclasses.asdict(manifest.limits)
     return {
         "workload": manifest.workload,
