@@ -12,15 +12,17 @@ import importlib
 import importlib.util
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from trimtab._internal.registry import Registry
 from trimtab._internal.serialization import fields_from_json, fields_to_json, type_hints
 from trimtab._internal.text import error_text, shortened
 from trimtab._internal.user_code import user_code
-from trimtab.core.candidate import Candidate
 from trimtab.errors import MissingPackageError, UsageError, WorkloadError
 from trimtab.hardware.environment import IMPORT_ERRORS, OPTIONAL
+
+if TYPE_CHECKING:
+    from trimtab.core.candidate import Candidate
 
 Mode = Literal["infer", "train"]
 

@@ -1,0 +1,347 @@
+"""Make the record of a run out of the raw log that the probe wrote."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from trimtab.core.evidence import (
+    CallRecord,
+    DistributedRecord,
+    LineRecord,
+    LoaderRecord,
+    MemoryRecord,
+    ModuleRecord,
+    OperatorRecord,
+    OptimizerRecord,
+    Phase,
+    ProbeRecord,
+    RecompileRecord,
+    SpanRecord,
+)
+from trimtab.measure.quantiles import t_quantile
+from trimtab.probe.inside.clock import PHASES
+
+Json = Mapping[str, Any]
+PROBE = PHASES.index("probe")
+NS = 1e-6
+"""ms of a nanosecond."""
+MOST_LINES, MOST_SPANS = 40, 400
+
+
+class Unit:
+    """What happened between two events of the anchor."""
+
+    def __init__(self, before: Sequence[Any], after: Sequence[Any]) -> None:
+        self.start, self.end = int(before[0]), int(after[0])
+        self.phases = [(b - a) * NS for a, b in zip(before[1], after[1], strict=True)]
+        self.probe_ms = self.phases[PROBE]
+        self.ms = (self.end - self.start) * NS - self.probe_ms
+        self.faults = int(after[2] - before[2])
+        self.grown_mb = (after[3] - before[3]) / 1e6
+        self.evaluates, self.begins_epoch = after[4] > before[4], after[5] > before[5]
+        self.collector_ms = (after[6] - before[6]) * NS
+        self.cpu_ms = (after[7] - before[7]) * NS
+
+
+def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeRecord:
+    """The record of a log. ``outside`` are fields that only the driver knows, such as ``contained``."""
+    marks = log["marks"]
+    skipped = min(int(log["warm_up"]), max(1, (len(marks) - 1) // 3))
+    every = [Unit(before, after) for before, after in itertools.pairwise(marks)]
+    units = every[skipped:] or every[-1:]
+    kind, where, _ = log["anchor"]
+    evaluating = {u for u in units if u.evaluates} if kind in ("optimizer", "backward") else set()
+    starting = {u for u in units if u.begins_epoch}
+    notes = list(log["notes"])
+    for found, what in ((evaluating, "a call in evaluation mode or without gradients"), (starting, "the begin of an epoch")):
+        if 2 * len(found) > len(units):
+            found.clear()
+            notes.append(f"Most steps hold {what}; it counts as part of a step.")
+    clean = [u for u in units if u not in evaluating and u not in starting] or units
+    n = len(clean)
+    windows = _Windows(clean)
+    totals, mixed = windows.tallies(log["tallies"])
+    step_ms = sum(u.ms for u in clean) / n
+    phases = {name: sum(u.phases[i] for u in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
+    median = statistics.median(u.ms for u in clean)
+    busy = log["busy"]
+    return ProbeRecord(
+        command=tuple(command),
+        anchor=kind,
+        anchor_site=where,
+        start_s=log["started_s"],
+        steps=n,
+        step_ms=step_ms,
+        median_ms=median,
+        probe_ms=statistics.median(u.probe_ms for u in clean),
+        times_ms=tuple(u.ms for u in clean),
+        phases=phases,
+        run_s=_run(log, every, units, evaluating, starting, median),
+        finished=log["finished"],
+        lines=_lines(log["samples"], windows, log["runs"]),
+        loaders=_loaders(log, totals, mixed, n, len(evaluating)),
+        optimizers=_optimizers(log, totals, n),
+        modules=_modules(log, totals, windows, n, len(evaluating)),
+        calls=tuple(CallRecord(name=name, site=where, calls=0.0, ms=0.0) for name, where in log["called"].items())
+        + _calls(totals, mixed, n, len(every)),
+        operators=tuple(OperatorRecord(**found) for found in log["operators"].get("operators", ())),
+        operator_calls=log["operators"].get("calls", 0.0),
+        small_operators=log["operators"].get("small", 0.0),
+        recompiles=_recompiles(log),
+        memory=_memory(log, marks, clean),
+        distributed=DistributedRecord(**log["distributed"]) if log["distributed"] else None,
+        timeline=_timeline(log["spans"], clean, median),
+        threads=log["threads"],
+        cores=log["cores"],
+        cpu_share=min(1.0, sum(u.cpu_ms for u in clean) / max(sum(u.ms + u.probe_ms for u in clean), 1e-9) / log["cores"]),
+        others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
+        device=log["device"],
+        flags=log["flags"],
+        texts=log["texts"],
+        collector_ms=sum(u.collector_ms for u in clean) / n,
+        losses=tuple(log["losses"]),
+        notes=tuple(notes),
+        **outside,
+    )
+
+
+Key = tuple[Any, ...]
+Totals = dict[Key, tuple[float, float]]
+"""Key -> calls and ms."""
+
+
+class _Windows:
+    """The time within clean units."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = sorted(units, key=lambda u: u.start)
+        self._ends = [u.end for u in self.units]
+
+    def holds(self, ns: float, end: bool = False) -> bool:
+        """Whether ``ns`` is within a unit; ``end``: its end counts and its begin does not."""
+        place = bisect.bisect_left(self._ends, ns) if end else bisect.bisect_right(self._ends, ns)
+        return place < len(self.units) and (self.units[place].start < ns if end else self.units[place].start <= ns)
+
+    def tallies(self, tallies: Sequence[Any]) -> tuple[Totals, Totals]:
+        """What was counted in clean units, and elsewhere."""
+        inside: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        outside: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for ns, entries in tallies:
+            into = inside if self.holds(ns, end=True) else outside
+            for key, (calls, spent) in entries:
+                found = into[tuple(key)]
+                found[0] += calls
+                found[1] += spent * NS
+        return {k: (v[0], v[1]) for k, v in inside.items()}, {k: (v[0], v[1]) for k, v in outside.items()}
+
+
+def _of(totals: Totals, *key: Any) -> tuple[float, float]:
+    return totals.get(tuple(key), (0.0, 0.0))
+
+
+def _run(
+    log: Json, every: list[Unit], units: list[Unit], evaluating: set[Unit], starting: set[Unit], median: float
+) -> dict[str, float]:
+    saving = PHASES.index("saving")
+    over = {u: max(0.0, u.ms - median) / 1000 for u in units}
+    return {
+        "start": log["started_s"],
+        "steps": sum(u.ms for u in every) / 1000,
+        "evaluation": sum(over[u] for u in evaluating),
+        "epoch start": sum(over[u] for u in starting - evaluating),
+        "saving": sum(u.phases[saving] for u in every) / 1000,
+    }
+
+
+def _lines(samples: Sequence[Any], windows: _Windows, runs: Mapping[str, int]) -> tuple[LineRecord, ...]:
+    seen: dict[tuple[str, str, int, str], int] = defaultdict(int)
+    whole = 0
+    for ns, where, text, phase, function in samples:
+        if windows.holds(ns):
+            whole += 1
+            if where:
+                seen[where, text, phase, function] += 1
+    most = sorted(seen.items(), key=lambda item: -item[1])[:MOST_LINES]
+    return tuple(
+        LineRecord(
+            site=where,
+            text=text,
+            phase=cast(Phase, PHASES[phase]),
+            share=count / whole,
+            function=function,
+            runs=float(runs.get(where, 0)),
+        )
+        for (where, text, phase, function), count in most
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int) -> tuple[LoaderRecord, ...]:
+    found: dict[Any, LoaderRecord] = {}
+    reading: dict[int, list[float]] = log.get("reading", {})
+    for facts in log["loaders"]:
+        calls, ms = _of(totals, "loader", facts["number"])
+        other_calls, other_ms = _of(mixed, "loader", facts["number"])
+        made = [_of(t, "epoch", facts["number"]) for t in (totals, mixed)]
+        iterators = sum(count for count, _ in made)
+        if not calls + other_calls + iterators:
+            continue
+        here, there = _of(totals, "read", facts["dataset_id"]), _of(mixed, "read", facts["dataset_id"])
+        worker = reading.get(facts["dataset_id"], [])
+        reads, read_ms = here[0] + there[0], here[1] + there[1]
+        record = LoaderRecord(
+            site=facts["site"],
+            dataset=facts["dataset"],
+            **{
+                name: facts[name]
+                for name in (
+                    "iterable",
+                    "tensors",
+                    "batch_fetch",
+                    "draws",
+                    "examples",
+                    "batch_size",
+                    "workers",
+                    "persistent",
+                )
+                if name in facts
+            },
+            opens=facts.get("opens") or log.get("opens", {}).get(facts["dataset_id"], 0.0),
+            prefetch=facts.get("prefetch"),
+            pin_memory=facts.get("pin_memory", False),
+            batches=round(calls),
+            iterators=round(iterators),
+            start_ms=sum(ms for _, ms in made) / iterators if iterators else 0.0,
+            wait_ms=ms / calls if calls else other_ms / other_calls if other_calls else 0.0,
+            read_ms=read_ms / reads if reads else statistics.fmean(worker) if worker else None,
+            batch_bytes=round(_mean(facts.get("bytes", ()))),
+            dtypes=tuple(facts.get("dtypes", ())),
+            padding=_mean(facts["padding"]) if facts.get("padding") else None,
+        )
+        key = record.site, record.dataset, record.examples, record.batch_size
+        found[key] = _together(found[key], record) if key in found else record
+    return tuple(found.values())
+
+
+def _together(one: LoaderRecord, other: LoaderRecord) -> LoaderRecord:
+    """The record of two loaders that one line made, as where a loader is made for each epoch."""
+    batches, iterators = one.batches + other.batches, one.iterators + other.iterators
+    wait = one.wait_ms * one.batches + other.wait_ms * other.batches
+    start = one.start_ms * one.iterators + other.start_ms * other.iterators
+    return dataclasses.replace(
+        one,
+        batches=batches,
+        iterators=iterators,
+        wait_ms=wait / batches if batches else one.wait_ms,
+        start_ms=start / iterators if iterators else one.start_ms,
+    )
+
+
+def _optimizers(log: Json, totals: Totals, n: int) -> tuple[OptimizerRecord, ...]:
+    found = []
+    for facts in log["optimizers"]:
+        calls, ms = _of(totals, "optimizer", facts["number"])
+        if calls:
+            kept = {name: facts[name] for name in ("site", "name", "tensors", "elements", "kernel", "can_fuse")}
+            filled = _of(totals, "zero", facts["number"], True)[0] + _of(totals, "zero", -1, True)[0]
+            found.append(OptimizerRecord(**kept, ms=ms / calls, steps=calls / n, zero_filled=filled / n))
+    return tuple(found)
+
+
+def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: int) -> tuple[ModuleRecord, ...]:
+    found = []
+    learns = log["anchor"][0] in ("optimizer", "backward")
+    for facts in log["modules"]:
+        number = facts["number"]
+        kept = {name: value for name, value in facts.items() if name not in ("number", "inputs")}
+        by_mode = {training: _of(totals, "module", number, training) for training in (True, False)}
+        calls, ms = by_mode[True][0] + by_mode[False][0], by_mode[True][1] + by_mode[False][1]
+        graphs = [graph for graph in log["graphs"] if graph[0] == number]
+        unused = [graph for graph in graphs if not graph[3]]
+        within = [graph for graph in unused if windows.holds(graph[4])]
+        outside = sum(graph[2] for graph in unused if graph not in within) * NS if learns else 0.0
+        per_step = sum(graph[2] for graph in within) * NS / n
+        kept_by = {graph[5] for graph in graphs if graph[3]}
+        wasting = [graph[5] for graph in unused if graph[5] and graph[5] not in kept_by]
+        called = sum(count for _, entries in log["tallies"] for key, (count, _) in entries if key[:2] == ["module", number])
+        found.append(
+            ModuleRecord(
+                **kept,
+                inputs=tuple(facts["inputs"]),
+                training=by_mode[True][0] >= by_mode[False][0] if calls else False,
+                calls=calls / n,
+                forward_ms=ms / calls if calls else 0.0,
+                gradients_unused=min(1.0, len(unused) / called) if called else 0.0,
+                unused_site=statistics.mode(wasting) if wasting else None,
+                unused_ms=per_step or outside / max(evaluations, 1),
+            )
+        )
+    return tuple(sorted(found, key=lambda module: -module.forward_ms * module.calls))
+
+
+def _calls(totals: Totals, mixed: Totals, n: int, every: int) -> tuple[CallRecord, ...]:
+    """Calls per clean step; of ``torch.save``, which belongs to no step, per step of the whole run."""
+    found = []
+    for key in {**totals, **mixed}:
+        (calls, ms), (rare, rare_ms) = _of(totals, *key), _of(mixed, *key)
+        if key[0] == "call" and key[1] == "torch.save":
+            found.append(CallRecord(name=key[1], site=key[2] or "", calls=(calls + rare) / every, ms=(ms + rare_ms) / every))
+        elif key[0] == "call" and calls:
+            found.append(CallRecord(name=key[1], site=key[2] or "", calls=calls / n, ms=ms / n))
+    return tuple(sorted(found, key=lambda call: -call.ms))
+
+
+def _recompiles(log: Json) -> tuple[RecompileRecord, ...]:
+    found = []
+    for facts in log["recompiles"]:
+        breaks = facts["breaks"]
+        for reason, count in breaks.items():
+            found.append(RecompileRecord(site="", reason=reason, graph_breaks=count, ms=1000 * facts["seconds"]))
+    for facts in log["compilations"]:
+        reason, ms = facts["reason"], 1000 * facts["seconds"]
+        found.append(RecompileRecord(site=facts["site"], reason=reason, recompiles=facts["recompiles"], ms=ms))
+    return tuple(found)
+
+
+def _memory(log: Json, marks: Sequence[Any], clean: list[Unit]) -> MemoryRecord:
+    growths = [u.grown_mb for u in clean]
+    slope = _mean(growths)
+    low = slope
+    if len(growths) > 2:
+        low = slope - t_quantile(0.975, len(growths) - 1) * statistics.stdev(growths) / math.sqrt(len(growths))
+    resident = [mark[3] / 1e6 for mark in marks]
+    return MemoryRecord(
+        peak_mb=max(resident),
+        at_start_mb=resident[0],
+        growth_mb=slope,
+        growth_low_mb=low,
+        rises=_mean([float(grown > 0) for grown in growths]),
+        page_faults=_mean([float(u.faults) for u in clean]),
+        grows_at=log["growth"].get("site") or None,
+    )
+
+
+def _timeline(spans: Sequence[Any], clean: list[Unit], median: float) -> tuple[SpanRecord, ...]:
+    unit = min(clean, key=lambda u: abs(u.ms - median))
+    inside = [span for span in spans if unit.start <= span[1] and span[2] <= unit.end]
+    longest = sorted(inside, key=lambda span: span[1] - span[2])[:MOST_SPANS]
+    return tuple(
+        SpanRecord(
+            phase=cast(Phase, PHASES[phase]),
+            start_ms=(start - unit.start) * NS,
+            ms=(end - start) * NS,
+            depth=depth - 1,
+            name="",
+        )
+        for phase, start, end, depth in sorted(longest, key=lambda span: span[1])
+    )

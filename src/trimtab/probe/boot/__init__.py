@@ -1,0 +1,1 @@
+"""The folder that stands first on PYTHONPATH of a watched process: Python imports ``sitecustomize`` from it at start-up."""

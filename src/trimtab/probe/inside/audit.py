@@ -1,0 +1,109 @@
+"""What the script does outside its process: files, connections, child processes; and the guard of its writes in place."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.probe.inside.plan import PLAN
+
+writes: dict[str, None] = {}
+network: dict[str, None] = {}
+children: dict[str, None] = {}
+opened = 0
+"""Files opened for reading in this process, without Python's own modules."""
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_REMOVING = {"os.remove": 0, "os.rename": 0, "os.mkdir": 0, "os.rmdir": 0, "shutil.rmtree": 0, "os.truncate": 0, "os.link": 1}
+_MOST = 200
+
+
+def _path(value: Any) -> str | None:
+    if not isinstance(value, str | bytes | os.PathLike):
+        return None
+    path = os.fsdecode(value)
+    out = os.path.dirname(PLAN.get("out") or "/nowhere/out")
+    if path.startswith(("/dev/", "/proc/", "/sys/", out)) or "__pycache__" in path:
+        return None
+    return path
+
+
+def _written(event: str, arguments: tuple[Any, ...]) -> str | None:
+    if event == "open":
+        path, mode, flags = arguments
+        writing = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool((flags or 0) & _WRITING)
+        return _path(path) if writing else None
+    place = _REMOVING.get(event)
+    return _path(arguments[place]) if place is not None else None
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    global opened
+    if event == "open" or event in _REMOVING:
+        path = _written(event, arguments)
+        if path is not None and len(writes) < _MOST:
+            writes[path] = None
+        elif path is None and event == "open" and (read := _path(arguments[0])) and not read.endswith((".py", ".pyc", ".so")):
+            opened += 1
+    elif event == "socket.connect":
+        address = arguments[1]
+        if isinstance(address, tuple) and len(network) < _MOST:
+            network[f"{address[0]}:{address[1]}"] = None
+    elif event in ("subprocess.Popen", "os.posix_spawn", "os.exec") and len(children) < _MOST:
+        words = arguments[1] if isinstance(arguments[1], list | tuple) else [arguments[0]]
+        children[" ".join(os.fsdecode(word) for word in words if isinstance(word, str | bytes | os.PathLike))[:200]] = None
+
+
+def watch() -> None:
+    """List what happens from now on."""
+    sys.addaudithook(_hook)
+
+
+def guard() -> None:
+    """Make ``torch.save`` write nothing, note files that the process makes, and end the process at its first write to a file
+    that it did not make. Files for temporary use are left out."""
+    import torch
+
+    from trimtab.probe.inside.hooks import replace
+    from trimtab.probe.inside.sites import FOLDER, here
+
+    ours: set[str] = set()
+    temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
+    out = PLAN.get("out") or "."
+
+    def made(path: str) -> None:
+        ours.add(os.path.abspath(path))
+        with open(os.path.join(out, "made.txt"), "a", encoding="utf-8") as file:
+            file.write(json.dumps(os.path.abspath(path)) + "\n")
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" and event not in _REMOVING:
+            return
+        path = _written(event, arguments)
+        if event == "os.rename" and path is not None:
+            path = os.fsdecode(arguments[1])
+        if path is None or os.path.abspath(path) in ours:
+            return
+        if os.path.realpath(path).startswith(temporary) and not FOLDER.startswith(temporary):
+            return
+        if os.path.lexists(path):
+            if event != "os.mkdir":
+                with open(os.path.join(out, "guarded.json"), "w", encoding="utf-8") as file:
+                    json.dump({"path": path, "site": here()}, file)
+                os._exit(90)
+        else:
+            made(path)
+
+    def nothing(original: Any) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if isinstance(f, str) or hasattr(f, "__fspath__"):
+                writes[str(f)] = None
+
+        return save
+
+    replace(torch, "save", nothing)
+    sys.addaudithook(hook)

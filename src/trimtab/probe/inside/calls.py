@@ -1,0 +1,159 @@
+"""Calls of the script that are phases of their own: reading a tensor's values, copying, logging, saving, communication."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from trimtab.probe.inside import clock
+from trimtab.probe.inside.hooks import is_compiling, replace
+from trimtab.probe.inside.plan import MAIN
+from trimtab.probe.inside.sites import caller
+
+_THEIRS = frozenset({clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC})
+"""Phases within which reading a value is part of that phase: torch's optimizers read their step counts so."""
+
+saved: list[str] = []
+"""Files that ``torch.save`` was called with."""
+flags: dict[str, str] = {}
+"""Switch -> line of the script that set it."""
+
+
+def timed(name: str, phase: int, outer: frozenset[int] = frozenset()) -> Callable[[Any], Callable[..., Any]]:
+    """A maker for ``replace``: the call is a ``phase``, unless the phase around is one of ``outer``."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or get_ident() != MAIN or clock.current() in outer:
+                return original(*args, **kwargs)
+            clock.enter(phase)
+            depth = clock.depth()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                clock.back(depth)
+                ns = clock.leave()
+                clock.enter(clock.PROBE)
+                clock.add(("call", name, caller(sys._getframe(1))), ns)
+                clock.leave()
+
+        return counted
+
+    return make
+
+
+_WRITERS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    "torch.utils.tensorboard.writer": (
+        ("SummaryWriter", ("add_scalar", "add_scalars", "add_histogram", "add_image", "add_images", "add_figure", "add_text")),
+        ("SummaryWriter", ("add_graph", "add_embedding", "add_pr_curve", "add_hparams", "add_video", "add_audio", "flush")),
+    ),
+    "tensorboardX.writer": (
+        ("SummaryWriter", ("add_scalar", "add_scalars", "add_histogram", "add_image", "add_images", "add_figure", "add_text")),
+    ),
+    "wandb": (("", ("log", "watch")),),
+    "wandb.sdk.wandb_run": (("Run", ("log",)),),
+    "mlflow": (("", ("log_metric", "log_metrics", "log_param", "log_params", "log_artifact")),),
+    "tqdm.std": (("tqdm", ("update", "refresh", "set_postfix", "set_postfix_str", "set_description")),),
+    "matplotlib.figure": (("Figure", ("savefig",)),),
+}
+"""Module -> (class, or nothing for the module itself; its functions that log)."""
+
+
+def _watch_writer(name: str, module: Any) -> None:
+    for owner, functions in _WRITERS[name]:
+        target = getattr(module, owner, None) if owner else module
+        for function in functions:
+            shown = f"{owner or name}.{function}"
+            if target is not None and function in vars(target):
+                replace(target, function, timed(shown, clock.LOGGING, frozenset({clock.LOGGING})))
+
+
+class _Imports:
+    """A finder that watches a module's functions as soon as it is imported."""
+
+    def __init__(self) -> None:
+        self._busy: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _WRITERS or name in self._busy:
+            return None
+        self._busy.add(name)
+        try:
+            spec = next((found for finder in sys.meta_path if (found := finder.find_spec(name, path, target))), None)
+        finally:
+            self._busy.discard(name)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _watch_writer(name, module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def _where(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """A maker for ``replace``: the line that calls is told as the one that set the flag ``name``."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def told(*args: Any, **kwargs: Any) -> Any:
+            from trimtab.probe.inside.sites import here
+
+            flags.setdefault(name, here())
+            return original(*args, **kwargs)
+
+        return told
+
+    return make
+
+
+@functools.cache
+def watch() -> None:
+    """Replace the functions. What was replaced stays so until the process ends."""
+    for name in ("item", "cpu", "numpy", "tolist"):
+        replace(torch.Tensor, name, timed(f"Tensor.{name}", clock.SYNC, _THEIRS))
+    for name in ("__repr__", "__format__"):
+        replace(torch.Tensor, name, timed("print of a tensor", clock.SYNC, _THEIRS))
+    inner = frozenset({clock.FORWARD, clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC, clock.COPY})
+    replace(torch.Tensor, "to", timed("Tensor.to", clock.COPY, inner))
+    replace(torch.Tensor, "cuda", timed("Tensor.cuda", clock.COPY, inner))
+    replace(builtins, "print", timed("print", clock.LOGGING, frozenset({clock.LOGGING})))
+    replace(logging.Logger, "handle", timed("logging", clock.LOGGING, frozenset({clock.LOGGING})))
+    for name in _WRITERS:
+        if name in sys.modules:
+            _watch_writer(name, sys.modules[name])
+    sys.meta_path.insert(0, _Imports())  # type: ignore[arg-type]
+    distributed: Any = torch.distributed
+    if distributed.is_available():
+        for name in ("all_reduce", "all_gather", "broadcast", "reduce", "barrier", "all_gather_into_tensor", "reduce_scatter"):
+            replace(distributed, name, timed(f"torch.distributed.{name}", clock.COMMUNICATION))
+
+    def saving(original: Any) -> Callable[..., Any]:
+        made = timed("torch.save", clock.SAVING)(original)
+
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, str) or hasattr(f, "__fspath__"):
+                saved.append(str(f))
+            return made(obj, f, *args, **kwargs)
+
+        return save
+
+    replace(torch, "save", saving)
+    replace(torch, "compile", timed("torch.compile", clock.OTHER))
+    replace(torch, "use_deterministic_algorithms", _where("deterministic algorithms"))
+    replace(torch, "set_num_threads", _where("torch.set_num_threads"))
+    for owner, name in ((torch.autograd.set_detect_anomaly, "__init__"), (torch.autograd.detect_anomaly, "__init__")):
+        replace(owner, name, _where("anomaly mode"))
+    replace(torch.autograd.profiler.profile, "__init__", _where("profiler"))
+    replace(torch.profiler.profile, "__init__", _where("profiler"))

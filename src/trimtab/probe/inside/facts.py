@@ -1,0 +1,426 @@
+"""What the objects of the script are: its modules, optimizers, loaders and flags."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.loss import _Loss
+from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from trimtab.probe.inside import audit, calls, clock, hooks, lines, loaders
+from trimtab.probe.inside.plan import PLAN
+from trimtab.probe.inside.sites import FOLDER, line, site
+
+Json = dict[str, Any]
+
+modules: dict[int, tuple[int, Any]] = {}
+"""id -> (number, module)."""
+_inputs: dict[tuple[int, bool], list[str]] = {}
+_seen_calls: Counter[tuple[int, bool]] = Counter()
+_layouts: dict[int, list[bool]] = {}
+"""Number of a module -> whether each four-dimensional input lay in ``channels_last``."""
+_autocast: dict[int, str] = {}
+_batches: dict[int, Json] = {}
+_counts: Counter[int] = Counter()
+_places: dict[int, list[Any]] = {}
+_opens: dict[int, list[int]] = {}
+"""Id of a data set -> files opened for reading, and examples read, in this process."""
+
+
+def first_tensors(value: Any, most: int = 4) -> list[torch.Tensor]:
+    """The first tensors within tuples, lists, mappings and dataclasses, three levels deep."""
+    found: list[torch.Tensor] = []
+
+    def walk(thing: Any, depth: int) -> None:
+        if len(found) >= most or depth > 3:
+            return
+        if issubclass(type(thing), torch.Tensor):
+            found.append(thing)
+        elif isinstance(thing, dict):
+            for inner in thing.values():
+                walk(inner, depth + 1)
+        elif isinstance(thing, tuple | list):
+            for inner in thing[:64]:
+                walk(inner, depth + 1)
+        elif hasattr(thing, "__dataclass_fields__"):
+            for inner in vars(thing).values():
+                walk(inner, depth + 1)
+
+    walk(value, 0)
+    return found
+
+
+def module_number(module: Any, args: Any, kwargs: Any) -> int | None:
+    """Number of a module in the log; ``None`` for a loss."""
+    if issubclass(type(module), _Loss):
+        return None
+    known = modules.get(id(module))
+    if known is None:
+        modules[id(module)] = known = (len(modules), module)
+    key = known[0], module.training
+    _seen_calls[key] += 1
+    if _seen_calls[key] < 4 or _seen_calls[key] % 16 == 0:
+        tensors = first_tensors([args, kwargs], most=12)
+        _inputs[key] = [_described(tensor) for tensor in tensors]
+        _layouts.setdefault(known[0], []).extend(_channels_last(tensor) for tensor in tensors if tensor.dim() == 4)
+        device = tensors[0].device.type if tensors else "cpu"
+        if torch.is_autocast_enabled(device):
+            _autocast[known[0]] = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return known[0]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def batch_facts(loader: loaders.Loader, batch: Any) -> None:
+    """Look at a batch: of the first few at each, then at every eighth."""
+    _counts[loader.number] += 1
+    if _counts[loader.number] > 4 and _counts[loader.number] % 8:
+        return
+    tensors = first_tensors(batch, most=64)
+    found = _batches.setdefault(loader.number, {"bytes": [], "padding": []})
+    found["bytes"].append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    found["dtypes"] = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    share = _padding(batch, tensors)
+    if share is not None:
+        found["padding"].append(share)
+
+
+def _padding(batch: Any, tensors: list[torch.Tensor]) -> float | None:
+    """Share of positions that the attention mask excludes; without a mask, of the value that rows of integers end with."""
+    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    if issubclass(type(mask), torch.Tensor) and mask.dim() == 2:
+        return 1.0 - float((mask != 0).float().mean())
+    for tensor in tensors:
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[0] > 1 and tensor.shape[1] > 8:
+            value = torch.mode(tensor[:, -1]).values
+            trailing = (tensor == value).flip(1).to(torch.uint8).cummin(1).values
+            rows = (trailing.sum(1) > 1).float().mean()
+            if float(rows) > 0.5:
+                return float(trailing.float().mean())
+    return None
+
+
+def watch_reading() -> None:
+    """Time the reading of batches in whichever process does it; workers append theirs to a file."""
+    parent, path = os.getpid(), os.path.join(PLAN["out"], "reading.txt")
+
+    def make(original: Any) -> Callable[..., Any]:
+        def fetch(self: Any, index: Any) -> Any:
+            start, opened = perf_counter_ns(), audit.opened
+            batch = original(self, index)
+            ns, opened = perf_counter_ns() - start, audit.opened - opened
+            examples = len(index) if isinstance(index, list | tuple) else 1
+            if os.getpid() == parent:
+                clock.add(("read", id(self.dataset)), ns)
+                files = _opens.setdefault(id(self.dataset), [0, 0])
+                files[0] += opened
+                files[1] += examples
+                _places[id(self.dataset)] = list(index) if isinstance(index, list | tuple) else [index]
+            else:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(f"{id(self.dataset)} {ns} {opened} {examples}\n")
+            return batch
+
+        return fetch
+
+    hooks.replace(_MapDatasetFetcher, "fetch", make)
+
+
+def look_at_flags() -> None:
+    """Debugging switches as they stand during a backward pass."""
+    if torch.is_anomaly_enabled():
+        calls.flags.setdefault("anomaly mode", "")
+
+
+_VARIABLES = ("CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "PYTHONDEVMODE")
+_HARMLESS = ("", "0", "OFF", "off")
+
+
+def _flags() -> dict[str, str]:
+    found = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name, "") not in _HARMLESS}
+    if "anomaly mode" in calls.flags and _anomaly_was_on():
+        found["anomaly mode"] = calls.flags["anomaly mode"]
+    if torch.are_deterministic_algorithms_enabled():
+        found["deterministic algorithms"] = calls.flags.get("deterministic algorithms", "")
+    if "profiler" in calls.flags:
+        found["profiler"] = calls.flags["profiler"]
+    return found
+
+
+def _anomaly_was_on() -> bool:
+    return bool(torch.is_anomaly_enabled() or calls.flags.get("anomaly mode") is not None)
+
+
+def busy() -> tuple[int, float, float]:
+    """Clock ticks of all processors that were not idle, the CPU time of this process and its children, and the time, in s."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            ticks = [int(word) for word in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0.0, time.monotonic()
+    times = os.times()
+    return sum(ticks) - ticks[3] - ticks[4], times.user + times.system + _children_s(), time.monotonic()
+
+
+def _children_s() -> float:
+    """CPU time of the processes that this one started and that still run: workers of loaders."""
+    found, parent = 0, os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", encoding="ascii") as file:
+                words = file.read().rpartition(")")[2].split()
+                found += int(words[11]) + int(words[12]) if int(words[1]) == parent else 0
+    return found / float(os.sysconf("SC_CLK_TCK"))
+
+
+def busy_since(before: tuple[int, float, float] | None) -> dict[str, float]:
+    """Seconds of CPU time since ``before``: of all processes, and of this one; and of wall time."""
+    if before is None or not before[0]:
+        return {}
+    now = busy()
+    return {
+        "all_s": (now[0] - before[0]) / os.sysconf("SC_CLK_TCK"),
+        "own_s": now[1] - before[1],
+        "wall_s": max(now[2] - before[2], 1e-6),
+    }
+
+
+def plain(key: tuple[Any, ...]) -> list[Any]:
+    """A key of the tally as JSON: places become sites."""
+    return [site(word) if isinstance(word, tuple) else word for word in key]
+
+
+def plain_samples(first: int, last: int) -> list[Any]:
+    """Samples as [ns, site, text, phase, function]."""
+    return [
+        [ns, site((code, number)), line((code, number)), phase, code.co_name.strip("<>").replace("module", "")]
+        if code is not None
+        else [ns, "", "", phase, ""]
+        for ns, code, number, phase in lines.samples
+        if first <= ns <= last
+    ]
+
+
+def collect(since: float) -> Json:
+    """Facts on all objects that took part; ``since`` is the ``time.time()`` of the end of the warm-up."""
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = {
+        "threads": threads,
+        "cores": cores,
+        "flags": _flags(),
+        "modules": [_module(number, module) for number, module in modules.values()],
+        "optimizers": [_optimizer(entry) for entry in hooks.optimizers],
+        "loaders": [_loader(entry) for entry in loaders.loaders],
+        "device": next((str(p.device.type) for _, m in modules.values() for p in m.parameters()), "cpu"),
+        "distributed": _distributed(),
+        "called": {name: calls.flags[name] for name in ("torch.set_num_threads",) if name in calls.flags},
+        "recompiles": _recompiles(),
+        "compilations": _compilations(utils, since) if (utils := sys.modules.get("torch._dynamo.utils")) else [],
+    }
+    return found
+
+
+def _module(number: int, module: Any) -> Json:
+    parts = list(module.modules())
+    parameters = list(module.parameters())
+    types = Counter(str(p.dtype).removeprefix("torch.") for p in parameters for _ in range(1))
+    convolutions = [part for part in parts if isinstance(part, nn.Conv2d)]
+    last = [c.weight.dim() == 4 and _channels_last(c.weight) for c in convolutions]
+    products = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
+    inner = getattr(module, "module", module)
+    config = getattr(inner, "config", None)
+    name = type(module).__name__
+    compiled = name == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    if name == "OptimizedModule":
+        name = type(module._orig_mod).__name__
+    return {
+        "number": number,
+        "name": name,
+        "parameters": sum(p.numel() for p in parameters),
+        "dtype": types.most_common(1)[0][0] if types else "float32",
+        "inputs": _inputs.get((number, True)) or _inputs.get((number, False), []),
+        "convolutions": len(convolutions),
+        "channels_last": sum(last) / len(last) if last else 0.0,
+        "matrix_products": sum(isinstance(part, products) for part in parts),
+        "recurrent": sum(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts),
+        "attention": getattr(config, "_attn_implementation", None),
+        "compiled": bool(compiled),
+        "inputs_channels_last": sum(layouts) / len(layouts) if (layouts := _layouts.get(number)) else 0.0,
+        "autocast": _autocast.get(number),
+    }
+
+
+def _channels_last(weight: torch.Tensor) -> bool:
+    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+_FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
+
+
+def _optimizer(entry: hooks.Optimizer) -> Json:
+    optimizer = entry.ref()
+    found: Json = {"number": entry.number, "site": entry.site, "name": entry.name, "tensors": 0, "elements": 0}
+    if optimizer is None or not getattr(optimizer, "param_groups", None):
+        return found | {"kernel": "own", "can_fuse": False}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    group = optimizer.param_groups[0]
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        kernel = "own"
+    elif group.get("fused"):
+        kernel = "fused"
+    elif group.get("foreach") or (group.get("foreach", True) is None and all(p.is_cuda for p in parameters)):
+        kernel = "foreach"
+    else:
+        kernel = "single"
+    can_fuse = (
+        kernel in ("foreach", "single")
+        and entry.name in _FUSED
+        and "fused" in group
+        and not group.get("differentiable")
+        and all(
+            p.is_floating_point() and not p.is_sparse and p.device.type in ("cpu", "cuda", "mps", "xpu") for p in parameters
+        )
+        and not any(p.grad is not None and p.grad.is_sparse for p in parameters)
+    )
+    return found | {
+        "tensors": len(parameters),
+        "elements": sum(p.numel() for p in parameters),
+        "kernel": kernel,
+        "can_fuse": can_fuse,
+    }
+
+
+_known_loaders: dict[int, tuple[Json, Any, Any]] = {}
+"""Number of a loader -> facts, its data set, its collate function. A loader may be gone while its iterator is used."""
+
+
+def remember(entry: loaders.Loader) -> None:
+    """Note the arguments of a loader as an iterator of it is made."""
+    loader = entry.ref()
+    if loader is None or entry.number in _known_loaders:
+        return
+    dataset = loader.dataset
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+    inner = dataset
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    facts = {
+        "iterable": iterable,
+        "tensors": isinstance(inner, TensorDataset) and loader.collate_fn is default_collate,
+        "examples": None if iterable or not hasattr(dataset, "__len__") else len(dataset),
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "workers": loader.num_workers,
+        "persistent": loader.persistent_workers,
+        "prefetch": loader.prefetch_factor,
+        "pin_memory": loader.pin_memory,
+        "batch_fetch": False,
+        "draws": False,
+    }
+    batched = not iterable and loader.batch_sampler is not None
+    _known_loaders[entry.number] = (facts, dataset if batched else None, loader.collate_fn)
+
+
+def _loader(entry: loaders.Loader) -> Json:
+    found: Json = {"number": entry.number, "site": entry.site, "dataset": entry.dataset, "dataset_id": entry.dataset_id}
+    facts, dataset, collate = _known_loaders.get(entry.number, ({}, None, None))
+    found |= facts | _batches.get(entry.number, {})
+    opened, examples = _opens.get(entry.dataset_id, (0, 0))
+    found["opens"] = opened / examples if examples else 0.0
+    if dataset is not None and _counts[entry.number]:
+        found |= _reading(dataset, collate, _places.get(id(dataset)))
+    return found
+
+
+def _state() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else ()
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), str([str(part) for part in drawn])
+
+
+def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
+    """Read a batch twice: whether that draws random numbers, and whether ``dataset[places]`` gives the same batch at once."""
+    try:
+        places = [int(place) for place in (places or range(min(8, len(dataset))))][:16]
+        before = _state()
+        single = collate([dataset[place] for place in places])
+        draws = _state() != before
+    except Exception:  # noqa: BLE001 - the person's data set does what it likes
+        return {}
+    try:
+        before = _state()
+        at_once = dataset[torch.tensor(places)]
+        equal = collate is default_collate and _state() == before and _equal(single, at_once)
+    except Exception:  # noqa: BLE001 - most data sets take one place only
+        equal = False
+    return {"draws": draws, "batch_fetch": bool(equal and not draws)}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if issubclass(type(one), torch.Tensor):
+        if not issubclass(type(other), torch.Tensor):
+            return False
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return isinstance(other, tuple | list) and len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def _distributed() -> Json | None:
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    names = [type(module).__name__ for _, module in modules.values()]
+    kind = "ddp" if "DistributedDataParallel" in names else "data_parallel" if "DataParallel" in names else "none"
+    kind = "fsdp" if any(name.startswith(("FullySharded", "FSDP")) for name in names) else kind
+    wrapped = [module for _, module in modules.values() if type(module).__name__ == "DistributedDataParallel"]
+    return {
+        "ranks": distributed.get_world_size(),
+        "rank": distributed.get_rank(),
+        "kind": kind,
+        "find_unused": any(bool(module.find_unused_parameters) for module in wrapped),
+        "unused_found": any(p.requires_grad and p.grad is None for module in wrapped for p in module.parameters()),
+    }
+
+
+def _compilations(utils: Any, since: float) -> list[Json]:
+    """Compilations by function that began after ``since``, a time of ``time.time()``."""
+    found: dict[str, Json] = {}
+    for each in utils.get_compilation_metrics():
+        begun = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
+        if begun < since or not getattr(each, "co_filename", None):
+            continue
+        path = os.path.abspath(each.co_filename).removeprefix(FOLDER)
+        told = found.setdefault(f"{path}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0})
+        told["recompiles"] += 1
+        told["reason"] = getattr(each, "recompile_reason", None) or told["reason"]
+        told["seconds"] += getattr(each, "entire_frame_compile_time_s", None) or 0.0
+    return [{"site": where, **told} for where, told in found.items()]
+
+
+def _recompiles() -> list[Json]:
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return []
+    counters = utils.counters
+    breaks = {str(reason): int(count) for reason, count in counters.get("graph_break", {}).items()}
+    frames = dict(counters.get("frames", {}))
+    seconds = sum(sum(times) for times in utils.compilation_time_metrics.values()) if breaks or frames else 0.0
+    return (
+        [{"breaks": breaks, "frames": {str(k): int(v) for k, v in frames.items()}, "seconds": float(seconds)}] if frames else []
+    )

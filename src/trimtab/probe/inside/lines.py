@@ -1,0 +1,41 @@
+"""A thread that notes every few milliseconds which line of the script the watched thread is in, and ends the run in time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType
+
+from trimtab.probe.inside import clock
+from trimtab.probe.inside.plan import MAIN
+from trimtab.probe.inside.sites import is_script
+
+EVERY_S = 0.005
+
+paused = False
+"""Whether no samples are taken, as while Python traces lines."""
+samples: list[tuple[int, CodeType | None, int, int]] = []
+"""(ns, code, line, phase) of the innermost line of the script; without code where there was none."""
+
+
+def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
+    """Sample from now on; call ``out_of_time`` in the sampling thread when ``time.monotonic()`` passes ``deadline``."""
+
+    def sample() -> None:
+        while time.monotonic() < deadline:
+            time.sleep(EVERY_S)
+            if paused:
+                continue
+            phase = clock.current()
+            here = sys._current_frames().get(MAIN)
+            if phase == clock.PROBE:
+                continue
+            while here is not None and not is_script(here.f_code):
+                here = here.f_back
+            now = time.perf_counter_ns()
+            samples.append((now, here.f_code, here.f_lineno, phase) if here is not None else (now, None, 0, phase))
+        out_of_time()
+
+    threading.Thread(target=sample, name="trimtab", daemon=True).start()

@@ -1,0 +1,153 @@
+"""Hooks on ``DataLoader``: where loaders are made, with which arguments, and what the script waits for."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from trimtab.probe.inside import clock
+from trimtab.probe.inside.hooks import Place, replace
+from trimtab.probe.inside.plan import MAIN
+from trimtab.probe.inside.sites import caller, site
+
+
+class Loader:
+    """What is known of one loader of the script. It holds no reference that keeps the loader alive."""
+
+    def __init__(self, loader: Any, place: Place, index: int) -> None:
+        self.ref = weakref.ref(loader)
+        self.place, self.index = place, index
+        self.number = len(loaders)
+        self.dataset_id = 0
+        self.dataset = ""
+        """Class."""
+
+    @functools.cached_property
+    def site(self) -> str:
+        return site(self.place)
+
+
+loaders: list[Loader] = []
+"""In the order in which they were made."""
+_by_id: dict[int, Loader] = {}
+_by_iterator: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+_arguments: list[Callable[[str, dict[str, Any]], None]] = []
+_epochs: list[Callable[[Loader], None]] = []
+_batches: list[Callable[[Loader, Any], None]] = []
+_after_batches: list[Callable[[Loader], None]] = []
+
+
+def entry_of(loader: Any) -> Loader:
+    """The entry of a ``DataLoader``; one that was made unseen gets the line that is being executed."""
+    found = _by_id.get(id(loader))
+    if found is None or found.ref() is not loader:
+        place = caller(sys._getframe(1))
+        found = Loader(loader, place, sum(other.place == place for other in loaders))
+        dataset = getattr(loader, "dataset", None)
+        found.dataset, found.dataset_id = type(dataset).__name__, id(dataset)
+        loaders.append(found)
+        _by_id[id(loader)] = found
+    return found
+
+
+@functools.cache
+def _install_init() -> None:
+    names = list(inspect.signature(DataLoader.__init__).parameters)[1:]
+
+    def make(original: Any) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if _arguments and len(args) <= len(names):
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                where = site(caller(sys._getframe(1)))
+                for callback in _arguments:
+                    callback(where, given)
+                args, kwargs = (), given
+            original(self, *args, **kwargs)
+            if get_ident() == MAIN:
+                entry_of(self)
+
+        return __init__
+
+    replace(DataLoader, "__init__", make)
+
+
+@functools.cache
+def _install_iteration() -> None:
+    _install_init()
+
+    def iteration(original: Any) -> Callable[..., Any]:
+        def __iter__(self: Any) -> Any:
+            if get_ident() != MAIN:
+                return original(self)
+            clock.enter(clock.PROBE)
+            entry = entry_of(self)
+            for callback in _epochs:
+                callback(entry)
+            clock.switch(clock.DATA)
+            try:
+                iterator = original(self)
+            finally:
+                clock.add(("epoch", entry.number), clock.leave())
+            _by_iterator[iterator] = entry
+            return iterator
+
+        return __iter__
+
+    def following(original: Any) -> Callable[..., Any]:
+        def __next__(self: Any) -> Any:
+            if get_ident() != MAIN:
+                return original(self)
+            clock.enter(clock.DATA)
+            depth = clock.depth()
+            try:
+                batch = original(self)
+            except BaseException:
+                clock.back(depth)
+                clock.leave()
+                raise
+            clock.back(depth)
+            ns = clock.leave()
+            clock.enter(clock.PROBE)
+            entry = _by_iterator.get(self)
+            if entry is not None:
+                clock.add(("loader", entry.number), ns)
+                for callback in _batches:
+                    callback(entry, batch)
+                for ended in _after_batches:
+                    ended(entry)
+            clock.leave()
+            return batch
+
+        return __next__
+
+    replace(DataLoader, "__iter__", iteration)
+    replace(_BaseDataLoaderIter, "__next__", following)
+
+
+def on_arguments(callback: Callable[[str, dict[str, Any]], None]) -> None:
+    """Call ``callback(site, arguments)`` before a ``DataLoader`` is made; it may change the arguments, which are all named."""
+    _install_init()
+    _arguments.append(callback)
+
+
+def on_epoch(callback: Callable[[Loader], None]) -> None:
+    """Call ``callback`` before an iterator of a loader is made."""
+    _install_iteration()
+    _epochs.append(callback)
+
+
+def on_batch(callback: Callable[[Loader, Any], None] | None = None, after: Callable[[Loader], None] | None = None) -> None:
+    """Call ``callback(loader, batch)`` for each batch before the script gets it, then ``after(loader)``."""
+    _install_iteration()
+    if callback is not None:
+        _batches.append(callback)
+    if after is not None:
+        _after_batches.append(after)

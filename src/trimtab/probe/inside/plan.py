@@ -1,0 +1,54 @@
+"""What this process is to do, and which process this is.
+
+``PLAN`` is the JSON of the environment variable ``TRIMTAB_PLAN``:
+
+=============  ====================================================================================================
+``mode``       ``observe``, ``turns``, ``losses``, ``trace`` or ``run``
+``anchor``     what ends a step, ``{"kind", "site", "index"}``; ``null``: decided in the process, as when observing
+``settings``   JSON form of :class:`~trimtab.core.script_settings.ScriptSettings`
+``steps``      how many to measure
+``seconds``    after which the process is to end
+``address``    of the driver's socket, and ``key``, its secret
+``out``        folder for what this process tells the driver
+``folder``     of the script; call sites are told relative to it
+``guard``      whether writes to files that exist end the process, where they cannot be kept apart
+=============  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+PLAN: dict[str, Any] = json.loads(os.environ.get("TRIMTAB_PLAN") or "{}")
+
+MAIN: int = threading.get_ident()
+"""The thread that imported torch, which is the one that is watched."""
+
+IS_WORKER: bool = any(
+    "multiprocessing" in word and ("spawn" in word or "forkserver" in word or "fork" in word) for word in sys.orig_argv
+)
+"""Whether multiprocessing started this interpreter: a worker of a loader, or a rank of ``torch.multiprocessing.spawn``."""
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started."""
+    try:
+        with open("/proc/self/stat", encoding="ascii") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        with open("/proc/uptime", encoding="ascii") as file:
+            return float(file.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.process_time()
+
+
+def rank() -> int:
+    """Of this process in distributed training; 0 without it."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return int(os.environ.get("RANK") or 0)

@@ -1,0 +1,271 @@
+"""Watch a script: register with every hook, keep a log of events, and write it down when enough steps were seen.
+
+The log is raw: :mod:`trimtab.probe.analysis` makes the record of it, in the driver's process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+import torch
+
+from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, line_counts, lines, loaders, operators, roots, steps
+from trimtab.probe.inside.facts import batch_facts, first_tensors
+from trimtab.probe.inside.plan import PLAN, process_age_s, rank
+from trimtab.probe.inside.sites import caller, site, texts
+from trimtab.probe.inside.steps import Key
+
+WARM_UP = 6
+"""Events of the anchor that are not counted, because they are not like those that follow."""
+
+Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int, int]
+"""Time in ns, totals of the phases in ns, minor page faults, resident bytes, calls of modules that evaluate, iterators made, ns
+of the garbage collector, CPU time in ns; since the process started."""
+
+marks: dict[Key, list[Snapshot]] = {}
+tallies: list[tuple[int, list[Any]]] = []
+losses: list[torch.Tensor] = []
+outputs: list[torch.Tensor] = []
+graphs: list[list[Any]] = []
+"""[module, training, ns, used, time] of calls that recorded a graph."""
+notes: list[str] = []
+_evaluations = _iterators = _collector_ns = 0
+_age_s, _began_ns = process_age_s(), time.perf_counter_ns()
+_busy_at_start: tuple[int, float, float] | None = None
+_done = threading.Lock()
+_clean = 0
+_profiled_from: int | None = None
+_counting = False
+_warm_s = time.time()
+_out_of_time = False
+_owner = os.getpid()
+try:
+    _statm = os.open("/proc/self/statm", os.O_RDONLY)
+except OSError:
+    _statm = -1
+_PAGE = resource.getpagesize()
+
+
+def begin() -> None:
+    """Watch this process from now on."""
+    lines.watch(time.monotonic() + max(float(PLAN.get("seconds") or 60.0) - _age_s, 1.0), _time_is_up)
+    if PLAN.get("guard"):
+        audit.guard()
+    audit.watch()
+    calls.watch()
+    hooks.watch_gradients()
+    clock.keep_spans(True)
+    loaders.on_epoch(_epoch)
+    loaders.on_batch(batch_facts)
+    facts.watch_reading()
+    hooks.around_backward(before=_backward)
+    roots.around_calls(_forward)
+    gc.callbacks.append(_collect)
+    steps.on_mark(_mark)
+    atexit.register(finish, True)
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    atexit.unregister(finish)
+    clock.keep_spans(False)
+
+
+_collecting = 0
+
+
+def _collect(phase: str, info: dict[str, int]) -> None:
+    global _collecting, _collector_ns
+    if phase == "start":
+        _collecting = time.perf_counter_ns()
+    elif _collecting:
+        _collector_ns += time.perf_counter_ns() - _collecting
+        _collecting = 0
+
+
+def _epoch(loader: loaders.Loader) -> None:
+    global _iterators
+    _iterators += 1
+    facts.remember(loader)
+
+
+def _backward(tensors: Any, place: Any) -> None:
+    loss = hooks.scalar(tensors)
+    if loss is not None and len(losses) < 10_000:
+        losses.append(loss)
+    facts.look_at_flags()
+
+
+def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    global _evaluations
+    start = time.perf_counter_ns()
+    output = call(*args, **kwargs)
+    ns = time.perf_counter_ns() - start
+    clock.enter(clock.PROBE)
+    number = facts.module_number(module, args, kwargs)
+    if number is not None:
+        training, gradients = module.training, torch.is_grad_enabled()
+        if not (training and gradients):
+            _evaluations += 1
+        clock.add(("module", number, training), ns)
+        found = first_tensors(output)
+        entry = [number, training, ns, 0, start, None]
+        if gradients and len(graphs) < 20_000:
+            nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+            for node in nodes:
+                node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))
+            if nodes:
+                entry[5] = caller(sys._getframe(1))
+                graphs.append(entry)
+        if not losses and found and found[0].is_floating_point() and len(outputs) < 200:
+            outputs.append(found[0].detach().abs().mean())
+    clock.leave()
+    return output
+
+
+def _snapshot() -> Snapshot:
+    totals = clock.reading()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    resident = int(os.pread(_statm, 64, 0).split()[1]) * _PAGE if _statm >= 0 else usage.ru_maxrss * 1024
+    cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
+    return time.perf_counter_ns(), totals, usage.ru_minflt, resident, _evaluations, _iterators, _collector_ns, cpu
+
+
+def _mark(key: Key) -> None:
+    global _clean, _profiled_from, _busy_at_start, _warm_s
+    now = _snapshot()
+    of_key = marks.setdefault(key, [])
+    before = of_key[-1] if of_key else None
+    of_key.append(now)
+    tallies.append((now[0], list(clock.cut().items())))
+    if _busy_at_start is None:
+        _busy_at_start = facts.busy()
+    if steps.anchor is None:
+        if _out_of_time:
+            finish(False)
+        return
+    count = len(of_key)
+    mixed = before is not None and now[4:6] != before[4:6]
+    if _counting:
+        line_counts.stop()
+        finish(False)
+    if _profiled_from is not None:
+        if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
+            operators.stop()
+            _count_lines()
+        return
+    if count == WARM_UP:
+        _warm_s = time.time()
+    if before is not None and count > WARM_UP:
+        _clean += not mixed
+    wanted = int(PLAN.get("steps") or 40)
+    enough = _clean >= wanted or count - WARM_UP >= (wanted if 2 * _clean < count - WARM_UP else 3 * wanted)
+    growth.look(count - WARM_UP, enough)
+    if enough or _out_of_time:
+        if _out_of_time or not operators.start(notes):
+            finish(False)
+        _profiled_from = count
+
+
+def _count_lines() -> None:
+    """Count the lines of one more step, which the other ranks make too. What was seen until then is written first, for the
+    case that tracing ends the process."""
+    global _counting
+    if _out_of_time:
+        finish(False)
+    _counting = lines.paused = True
+    if rank() == 0:
+        _write(False, "early")
+        line_counts.start()
+
+
+def _time_is_up() -> None:
+    """Let the next step end the run; if none ends soon, end it here, in the sampling thread."""
+    global _out_of_time
+    _out_of_time = True
+    time.sleep(min(5.0, 0.1 * float(PLAN.get("seconds") or 60.0)))
+    finish(False)
+
+
+def finish(finished: bool) -> None:
+    """Write what was seen, and end the process unless it ends by itself. Nothing of the script runs after that."""
+    if os.getpid() != _owner or not _done.acquire(blocking=False):
+        return
+    if rank() == 0:
+        try:
+            _write(finished)
+        except Exception as error:
+            _save("failed", {"error": f"{type(error).__name__}: {error}"})
+            if PLAN.get("debug"):
+                raise
+    if finished:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for child in multiprocessing.active_children():
+        child.terminate()
+    os._exit(0)
+
+
+def _save(name: str, data: dict[str, Any]) -> None:
+    path = os.path.join(PLAN["out"], f"{name}-{os.getpid()}.json")
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(data, file)
+    os.replace(path + ".new", path)
+
+
+def _is_temporary(path: str) -> bool:
+    """Whether a file for temporary use is gone again."""
+    return path.startswith(tempfile.gettempdir()) and not os.path.lexists(path)
+
+
+def _write(finished: bool, name: str = "log") -> None:
+    anchor = steps.anchor or steps.decide(late=True)
+    of_anchor = marks.get(anchor, []) if anchor else []
+    if anchor is not None and anchor[0] == "batch":
+        of_anchor = sorted(snapshot for key, found in marks.items() if key[:2] == anchor[:2] for snapshot in found)
+    if anchor is None or len(of_anchor) < 2:
+        _save("seen", {"counts": [[*key, count] for key, count in steps.counts.items()], "finished": finished})
+        return
+    first_ns, last_ns = of_anchor[0][0], of_anchor[-1][0]
+    measured = of_anchor[: _profiled_from or len(of_anchor)]
+    _save(
+        name,
+        {
+            "finished": finished,
+            "anchor": list(anchor),
+            "started_s": _age_s + (first_ns - _began_ns) / 1e9,
+            "began_ns": _began_ns,
+            "ended_ns": time.perf_counter_ns(),
+            "marks": measured,
+            "warm_up": WARM_UP,
+            "tallies": [
+                [ns, [[facts.plain(key), found] for key, found in entries]] for ns, entries in tallies if ns <= measured[-1][0]
+            ],
+            "samples": facts.plain_samples(first_ns, measured[-1][0]),
+            "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
+            "graphs": [[*entry[:5], site(entry[5])] for entry in graphs],
+            "losses": [float(hooks.read(loss)) for loss in losses or outputs],
+            "notes": notes,
+            "busy": facts.busy_since(_busy_at_start),
+            "writes": [path for path in dict.fromkeys([*calls.saved, *audit.writes]) if not _is_temporary(path)],
+            "network": list(audit.network),
+            "children": list(audit.children),
+            "operators": operators.found,
+            "growth": growth.found,
+            "steps_until": last_ns,
+            "runs": {site(place): count for place, count in line_counts.found.items()},
+            **facts.collect(_warm_s),
+            "texts": texts(),
+        },
+    )

@@ -1,0 +1,139 @@
+"""Calls of the outermost modules, the *roots*: ``__call__`` of their classes is replaced, so that submodules stay as fast as
+they are and nothing is put on an instance.
+
+Roots are modules with parameters, and losses, that are no part of another module. They are looked for among all living objects,
+which takes up to 0.4 s with large libraries loaded: before the first batch is handed out, after the first backward pass, and
+where nothing was called by then, again later.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.nn.modules.loss import _Loss
+
+from trimtab.probe.inside import clock, hooks, loaders
+from trimtab.probe.inside.hooks import is_compiling
+from trimtab.probe.inside.plan import MAIN
+
+Wrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+roots: dict[int, Any] = {}
+"""id -> module. The modules are kept alive."""
+called: set[int] = set()
+_wrappers: list[Wrapper] = []
+_after: list[Callable[[Any], None]] = []
+_classes: set[type] = set()
+_inside = False
+_scans = 0
+
+
+def _watch(cls: type) -> None:
+    if cls in _classes:
+        return
+    _classes.add(cls)
+
+    def make(original: Any) -> Callable[..., Any]:
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            global _inside
+            if _inside or id(self) not in roots or is_compiling() or get_ident() != MAIN:
+                return original(self, *args, **kwargs)
+            clock.enter(clock.FORWARD)
+            depth = clock.depth()
+            _inside = True
+            called.add(id(self))
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return original(self, *args, **kwargs)
+
+            try:
+                for wrapper in _wrappers:
+                    call = functools.partial(_bound, wrapper, self, call)
+                return call(*args, **kwargs)
+            finally:
+                _inside = False
+                clock.back(depth)
+                clock.leave()
+                if _after:
+                    clock.enter(clock.PROBE)
+                    for callback in _after:
+                        callback(self)
+                    clock.leave()
+
+        return __call__
+
+    hooks.replace(cls, "__call__", make)
+
+
+def _bound(wrapper: Wrapper, module: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return wrapper(module, call, args, kwargs)
+
+
+def scan() -> None:
+    """Find the roots among the living modules. Modules that were found before stay."""
+    global _scans
+    _scans += 1
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    parts = {id(part) for module in found for part in module.__dict__.get("_modules", {}).values() if part is not None}
+    for module in found:
+        if id(module) not in parts:
+            _add(module)
+
+
+def _add(module: Any) -> None:
+    state = module.__dict__
+    if "_modules" not in state:
+        return
+    if issubclass(type(module), _Loss) or next(module.parameters(), None) is not None:
+        roots[id(module)] = module
+        _watch(type(module))
+
+
+def descend() -> None:
+    """Where no root is called, as with a ``LightningModule``, take their children as roots."""
+    if not called & {key for key, module in roots.items() if not issubclass(type(module), _Loss)}:
+        for module in list(roots.values()):
+            for child in module.__dict__.get("_modules", {}).values():
+                if child is not None and id(child) not in roots:
+                    _add(child)
+
+
+@functools.cache
+def _install() -> None:
+    seen: set[int] = set()
+
+    def at_batch(loader: loaders.Loader, batch: Any) -> None:
+        if loader.number not in seen:
+            seen.add(loader.number)
+            scan()
+
+    backwards = 0
+
+    def after_backward(place: Any) -> None:
+        nonlocal backwards
+        backwards += 1
+        if backwards == 1 or (backwards in (2, 5) and not called):
+            scan()
+        if backwards in (2, 5):
+            descend()
+
+    loaders.on_batch(at_batch)
+    hooks.around_backward(after=after_backward)
+
+
+def around_calls(wrapper: Wrapper) -> None:
+    """Replace each call of an outermost module by ``wrapper(module, call, args, kwargs)``, which calls
+    ``call(*args, **kwargs)`` and returns the output. Later registrations are outermost."""
+    _install()
+    _wrappers.append(wrapper)
+
+
+def after_calls(callback: Callable[[Any], None]) -> None:
+    """Call ``callback(module)`` after each call of an outermost module."""
+    _install()
+    _after.append(callback)

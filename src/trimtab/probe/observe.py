@@ -1,0 +1,180 @@
+"""Run a script once, unmodified, and see where its time goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.core.evidence import ProbeRecord
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.probe.analysis import record_of
+from trimtab.probe.command import Command
+from trimtab.probe.launch import ScriptProcess
+
+GRACE_S = 45.0
+"""Beyond the time limit, for a step or the profiler that is under way."""
+POLL_S = 0.05
+
+Progress = Callable[[str], None]
+
+
+def observe(
+    command: Command,
+    *,
+    steps: int = 40,
+    seconds: float = 60.0,
+    in_place: bool = False,
+    on_progress: Progress | None = None,
+) -> ProbeRecord:
+    """Run ``command`` until ``steps`` steps were measured, and return what was seen.
+
+    The script's files are not touched: it runs in an overlay of its folders, or guarded, see :mod:`trimtab.probe.containment`;
+    ``in_place`` lets it write. It is ended after the last step, without its own clean-up.
+
+    Args:
+        command: What to run.
+        steps: Steps to measure after the warm-up; at most three times as many are run if most hold an evaluation.
+        seconds: Time limit from the start of the process on. What was seen by then is the record.
+        in_place: Whether the script may write its files.
+        on_progress: Called with a sentence when something was reached.
+
+    Raises:
+        WorkloadError: If the script fails before a step was seen.
+        UsageError: If no step was seen; the message tells what was.
+
+    Example:
+        >>> record = observe(Command.of("train.py", args=["--epochs", "1"]))  # doctest: +SKIP
+        >>> record.phases["data"] / record.step_ms  # doctest: +SKIP
+        0.62
+    """
+    if steps < 1 or seconds <= 0:
+        raise UsageError(f"steps={steps}, seconds={seconds}: at least one step and a positive time are needed")
+    plan = {"mode": "observe", "anchor": None, "settings": {}, "steps": steps, "seconds": seconds}
+    with ScriptProcess(command, plan, in_place=in_place) as process:
+        tell = on_progress or (lambda _: None)
+        tell(f"watching {command.name}")
+        limit = time.monotonic() + seconds + min(GRACE_S, max(5.0, seconds))
+        code = None
+        while code is None and not _complete(process.out) and time.monotonic() < limit:
+            code = process.wait(POLL_S)
+        process.stop()
+        code = process.poll() if code is None else code
+        log = max(
+            _read(process.out, "log-*.json") or _read(process.out, "early-*.json"),
+            key=lambda found: (not found["finished"], len(found["marks"])),
+            default=None,
+        )
+        guarded = _read(process.out, "guarded.json")
+        _remove_made(process.out)
+        if log is None:
+            raise _nothing(command, process, code, seconds, guarded)
+        log["reading"] = _reading(process.out)
+        log["opens"] = _opens(process.out)
+        written = process.written()
+        listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_known(path, written))])
+        notes = [*process.notes(), *_guard_notes(guarded)]
+        record = record_of(
+            log,
+            command=command.argv,
+            exit_code=code if log["finished"] else None,
+            writes=tuple(listed),
+            network=tuple(log["network"]),
+            children=tuple(log["children"]),
+            contained=process.contained,
+        )
+        tell(f"{record.steps} steps of {record.step_ms:.3g} ms were measured; the first came after {record.start_s:.1f} s")
+        return dataclasses.replace(record, notes=(*record.notes, *notes))
+
+
+def _complete(out: pathlib.Path) -> bool:
+    return any('"finished": false' in path.read_text(encoding="utf-8")[:200] for path in out.glob("log-*.json"))
+
+
+def _read(out: pathlib.Path, pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob(pattern))]
+
+
+def _reading(out: pathlib.Path) -> dict[int, list[float]]:
+    """Id of a data set -> ms of each read in workers."""
+    found: dict[int, list[float]] = defaultdict(list)
+    path = out / "reading.txt"
+    for words in map(str.split, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+        if len(words) >= 2:
+            found[int(words[0])].append(int(words[1]) / 1e6)
+    return found
+
+
+def _opens(out: pathlib.Path) -> dict[int, float]:
+    """Id of a data set -> files that workers opened for reading per example."""
+    opened: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    path = out / "reading.txt"
+    for words in map(str.split, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+        if len(words) == 4:
+            opened[int(words[0])][0] += int(words[2])
+            opened[int(words[0])][1] += int(words[3])
+    return {number: files / max(examples, 1) for number, (files, examples) in opened.items()}
+
+
+def _is_known(path: str, written: list[str]) -> bool:
+    return os.path.relpath(path) in written or os.path.abspath(path) in written or os.path.isdir(path)
+
+
+def _remove_made(out: pathlib.Path) -> None:
+    """Delete the files that a guarded script made."""
+    path = out / "made.txt"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        made = pathlib.Path(json.loads(line))
+        if made.is_file():
+            made.unlink(missing_ok=True)
+    for line in reversed(path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
+        folder = pathlib.Path(json.loads(line))
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _guard_notes(guarded: list[dict[str, Any]]) -> list[str]:
+    return [f"The run ended early: {found['site']} was about to write {found['path']}, which existed." for found in guarded]
+
+
+def _nothing(
+    command: Command, process: ScriptProcess, code: int | None, seconds: float, guarded: list[dict[str, Any]]
+) -> UsageError | WorkloadError:
+    """Why there is no record."""
+    printed = process.log().strip()
+    shown = f"\n\n{printed}" if printed else ""
+    if guarded:
+        found = guarded[0]
+        return UsageError(
+            f"{command.name} was about to write {found['path']} ({found['site']}), which exists, before a step was seen, and "
+            "its writes cannot be kept apart on this machine; let it write with --in-place"
+        )
+    failed = _read(process.out, "failed-*.json")
+    if failed:
+        return WorkloadError(f"the probe failed within {command.name}: {failed[0]['error']}{shown}")
+    if code not in (None, 0, -signal.SIGKILL):
+        return WorkloadError(f"{command.name} ended with exit code {code} before a step was seen{shown}")
+    seen = _read(process.out, "seen-*.json")
+    when = f"within {seconds:g} s" if code in (None, -signal.SIGKILL) else "before it ended"
+    if not seen:
+        return UsageError(
+            f"no step of {command.name} was seen {when}: no Python process imported torch with the probe. It does not reach "
+            "python -I, -E or -S, a program that clears its environment, or a launcher that sets PYTHONPATH itself (conda run, "
+            f"bazel); run the script's own command line{shown}"
+        )
+    events: dict[str, int] = defaultdict(int)
+    for found in seen:
+        for kind, _, _, count in found["counts"]:
+            events[kind] += count
+    names = {"optimizer": "optimizer steps", "backward": "backward passes", "batch": "batches", "forward": "model calls"}
+    told = ", ".join(f"{events[kind]} {name}" for kind, name in names.items())
+    return UsageError(
+        f"no two steps of {command.name} were seen {when}, only {told}; give more time, or arguments with which the script "
+        f"makes more steps. Training in a thread other than the one that imports torch is not seen{shown}"
+    )

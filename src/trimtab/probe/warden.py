@@ -1,0 +1,236 @@
+"""Run a command so that nothing is left of it: ``python -I -S warden.py INSTRUCTIONS``, in a session of its own.
+
+The warden starts the command as its child, in an overlay of the writable folders if it is told to. It ends the command with all
+that it started when a byte comes on the warden's standard input, or when that pipe closes, which happens even if the driver is
+killed by SIGKILL; then the scratch folder is deleted as well. It needs the standard library only. ``INSTRUCTIONS`` is JSON:
+``argv``, ``scratch`` (folder), ``contain`` (folders that writes are kept from; none: in place). A file :data:`FILES` in
+``scratch`` has texts that replace files of the script in the overlay, by path.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+FILES = "files.json"
+FILE_SYSTEMS = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "tmpfs",
+    "zfs",
+    "f2fs",
+    "nfs",
+    "nfs4",
+    "overlay",
+    "fuse",
+    "lustre",
+    "virtiofs",
+}
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library; ``OSError`` if it fails."""
+    library = ctypes.CDLL(None, use_errno=True)
+    given = [a.encode() if isinstance(a, str) else a for a in arguments]
+    if getattr(library, name)(*given) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}({', '.join(str(a) for a in arguments)}): {os.strerror(error)}")
+
+
+def mount_points() -> dict[str, str]:
+    """Path -> type of file system."""
+    found = {}
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            before, _, after = line.partition(" - ")
+            found[before.split()[4].replace("\\040", " ")] = after.split()[0]
+    return found
+
+
+def overlay(folders: list[str], scratch: str) -> dict[str, Any]:
+    """Mount overlays of ``folders`` onto themselves, whose upper layers lie in ``scratch``: whatever is written below them,
+    now and by children, lands there. Raises ``OSError`` where the kernel refuses it."""
+    uid, gid = os.getuid(), os.getgid()
+    options = ""
+    try:
+        call("unshare", CLONE_NEWNS)
+    except OSError:
+        call("unshare", CLONE_NEWUSER | CLONE_NEWNS)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+        options = ",userxattr"
+    call("mount", "none", "/", None, MS_REC | MS_PRIVATE, None)
+    points = mount_points()
+    layers: dict[str, str] = {}
+    loose: list[str] = []
+
+    def put(path: str, lower: int, needed: bool) -> None:
+        number = len(layers)
+        upper, work = f"{scratch}/upper/{number}", f"{scratch}/work/{number}"
+        os.makedirs(upper)
+        os.makedirs(work)
+        shutil.copystat(f"/proc/self/fd/{lower}", upper)
+        data = f"lowerdir=/proc/self/fd/{lower},upperdir={upper},workdir={work}{options}"
+        try:
+            call("mount", "overlay", path, "overlay", 0, data)
+            layers[str(number)] = path
+        except OSError:
+            if needed:
+                raise
+            call("mount", f"/proc/self/fd/{lower}", path, None, MS_BIND | MS_REC, None)
+            loose.append(path)
+            layers[str(number)] = ""
+
+    for folder in folders:
+        below = sorted(point for point in points if point.startswith(folder.rstrip("/") + "/"))
+        handles = {}
+        for path in below:
+            with contextlib.suppress(OSError):
+                handles[path] = os.open(path, os.O_PATH | os.O_DIRECTORY)
+        handle = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        put(folder, handle, True)
+        os.close(handle)
+        for path, handle in handles.items():
+            with contextlib.suppress(OSError):
+                if points[path].partition(".")[0] in FILE_SYSTEMS:
+                    put(path, handle, False)
+                else:
+                    call("mount", f"/proc/self/fd/{handle}", path, None, MS_BIND | MS_REC, None)
+            os.close(handle)
+    os.chdir(os.getcwd())
+    return {"contained": "overlay", "layers": layers, "loose": loose}
+
+
+def execute(told: dict[str, Any]) -> None:
+    """Become the command."""
+    if sys.platform == "linux":
+        call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    os.setpgid(0, 0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    here = os.getcwd()
+    state: dict[str, Any] = {"contained": "in place"}
+    if told["contain"]:
+        try:
+            state = overlay(told["contain"], told["scratch"])
+            os.chdir(here)
+        except OSError as error:
+            state = {"contained": "guarded", "why": str(error)}
+            plan = json.loads(os.environ.get("TRIMTAB_PLAN") or "{}")
+            os.environ["TRIMTAB_PLAN"] = json.dumps(plan | {"guard": True})
+    with open(os.path.join(told["scratch"], "contained.json"), "w", encoding="utf-8") as file:
+        json.dump(state, file)
+    patched = os.path.join(told["scratch"], FILES)
+    if os.path.exists(patched):
+        if state["contained"] != "overlay":
+            raise OSError("a patch is measured in an overlay only, so that the script itself stays as it is")
+        with open(patched, encoding="utf-8") as file:
+            texts = json.load(file)
+        for path, text in texts.items():
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+    os.execv(told["argv"][0], told["argv"])
+
+
+def descendants() -> list[int]:
+    """Of this process, orphans too, because it is a subreaper."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
+    found: list[int] = []
+    new = [os.getpid()]
+    while new:
+        new = [child for child, parent in parents.items() if parent in new]
+        found += new
+    return found
+
+
+def end_all(child: int) -> None:
+    """Kill all that the command started, until nothing is left."""
+    for _ in range(100):
+        if sys.platform == "linux":
+            left = descendants()
+            for process in left:
+                with contextlib.suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+        else:
+            left = []
+            with contextlib.suppress(OSError):
+                os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not left:
+            return
+        select.select([], [], [], 0.01)
+
+
+def remove(folder: str) -> None:
+    """Delete a folder, also one that an overlay left without permissions."""
+
+    def unlock(function: Any, path: str, _: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(path), 0o700)
+            os.chmod(path, 0o700)
+            function(path) if function is not os.open and function is not os.scandir else shutil.rmtree(
+                path, ignore_errors=True
+            )
+
+    shutil.rmtree(folder, onerror=unlock)
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    child = os.fork()
+    if child == 0:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            execute(told)
+        except OSError as error:
+            print(f"trimtab: {told['argv'][0]} could not be run: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(127)
+    status, orphaned, stopped = None, False, False
+    while status is None and not stopped:
+        stopped = bool(select.select([0], [], [], 0.02)[0])
+        orphaned = stopped and not os.read(0, 1)
+        while True:  # orphans of the command are reaped, too
+            try:
+                process, found = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if process == child:
+                status = found
+            if process == 0:
+                break
+    end_all(child)
+    if orphaned:
+        remove(told["scratch"])
+        os._exit(1)
+    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    with open(os.path.join(told["scratch"], "exit.json"), "w", encoding="utf-8") as file:
+        json.dump(code, file)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+if __name__ == "__main__":
+    main()
