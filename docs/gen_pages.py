@@ -1,4 +1,4 @@
-"""Pages made from the code: one per pass and backend, the command line, the Python API, the errors. A hook of mkdocs.
+"""Pages made from the code: one per pass, backend and check, the command line, the Python API, the errors. A hook of mkdocs.
 
 What such a page says is what the code says: its docstrings, the strings under its fields, and the sentences that its
 ``why_not_here`` and ``why_not`` can answer. Nothing is written here that could grow old.
@@ -23,17 +23,20 @@ from mkdocs.structure.files import File, Files
 
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.check import CHECKS, Check
 from trimtab.core.settings import Settings
 from trimtab.core.technique import PASSES, Pass, Technique, install_hint
 
 ROOT = pathlib.Path(__file__).parent.parent
-KINDS: dict[str, Mapping[str, Any]] = {"passes": PASSES, "backends": BACKENDS}
-TITLES = {"passes": "Passes", "backends": "Backends"}
+KINDS: dict[str, Mapping[str, Any]] = {"passes": PASSES, "backends": BACKENDS, "checks": CHECKS}
+TITLES = {"passes": "Passes", "backends": "Backends", "checks": "Checks"}
 INTRODUCTIONS = {
     "passes": "A pass is one technique that rewrites the model, or says how to run it. Each of these pages is made from the "
     "file of its pass.",
     "backends": "A backend is one runtime that compiles and runs the model. Each of these pages is made from the file of its "
     "backend.",
+    "checks": "A check reports what is slow or wrong in a script or a model, with its evidence and a remedy. Each of "
+    "these pages is made from the file of its check. See [what the checks do not look for](../doctor-checks.md).",
 }
 COSTS = {"seconds": "some seconds", "minute": "about a minute", "minutes": "several minutes"}
 """In words, what a compilation of a small model takes."""
@@ -93,7 +96,10 @@ def pages() -> dict[str, str]:
 
 
 def overview(kind: str) -> str:
-    """The table of all passes, or of all backends."""
+    """The table of all passes, of all backends, or of all checks."""
+    if kind == "checks":
+        about = [[f"[`{name}`]({name}.md)", f"{cls.about}s", summary(cls)] for name, cls in CHECKS.items()]
+        return f"# {TITLES[kind]}\n\n{INTRODUCTIONS[kind]}\n\n{table(['name', 'of', 'what it finds'], about)}\n"
     rows = [
         [f"[`{name}`]({name}.md)", *(summary(cls), yes(cls().exact), ", ".join(cls.requires) or "-")]
         for name, cls in KINDS[kind].items()
@@ -112,6 +118,12 @@ def technique_page(cls: type[Technique]) -> str:
     """Everything that the code of one pass or backend says about it."""
     _, body, source = parts(cls)
     fields = field_rows(cls)
+    if issubclass(cls, Check):
+        said = [[row[0], row[1], row[3]] for row in fields]
+        looks = ["## What it looks at", markdown(inspect.getdoc(cls.run) or "")]
+        limits = ["## Thresholds", table(["field", "default", "what it says"], said)] if said else []
+        out = [f"# {cls.name}", summary(cls), markdown(body), *looks, *limits, "## Source", markdown(source)]
+        return "\n\n".join([*out, f"Its code: `{code_of(cls)}`."]) + "\n"
     out = [f"# {cls.name}", summary(cls), "## What it does, and when it pays", markdown(body) if body else "", facts(cls)]
     if fields:
         out += ["## Fields", table(["field", "default", "a search tries", "what it says"], fields)]

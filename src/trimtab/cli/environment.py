@@ -144,7 +144,8 @@ def list_command(
 
 def _show(console: Console, row: dict[str, Any]) -> None:
     """Print a technique in a few lines; the columns of a table would be too narrow."""
-    head = [", ".join(_USES[mode] for mode in row["modes"]), *(["may lose accuracy"] if row["exact"] is False else [])]
+    uses = f"{row['about']}s" if "about" in row else ", ".join(_USES[mode] for mode in row["modes"])
+    head = [uses, *(["may lose accuracy"] if row["exact"] is False else [])]
     console.print(Text.assemble((row["name"], "bold"), f": {'; '.join(head)}"))
     fields = [f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items()]
     for line in (row["summary"], ", ".join(fields), _here(row)):
@@ -162,7 +163,7 @@ def _row(cls: Any, contracts: Any) -> dict[str, Any]:
     return {
         "name": cls.name,
         "summary": _MARKUP.sub(r"\1", (inspect.getdoc(cls) or "").splitlines()[0]),
-        "modes": sorted(cls.modes),
+        **({"about": cls.about} if hasattr(cls, "about") else {"modes": sorted(cls.modes)}),
         "exact": technique.exact,
         "fields": {name: [to_json(v) for v in values] for name, values in cls.choices().items()},
         "why_not": why_not,

@@ -36,6 +36,10 @@ class LineRecord:
     phase: Phase
     share: float
     """Of the time of a step, 0 to 1."""
+    function: str = ""
+    """Name of the function that the line is in, such as ``__getitem__``; empty at the top of the script."""
+    runs: float = 0.0
+    """Times that the line ran per step, counted over a step of its own; 0 if it was not counted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,8 @@ class LoaderRecord:
     """Share of the positions of a batch that its attention mask, or its padding value, excludes."""
     draws: bool = False
     """Whether reading moved the random generators of Python, numpy or torch: other workers would change the examples."""
+    opens: float = 0.0
+    """Files opened for reading per example, in the process that reads where that was seen; see ``sys.addaudithook``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,8 @@ class ModuleRecord:
     """Two-dimensional convolutions, whose layout in memory matters."""
     channels_last: float = 0.0
     """Share of those whose weight lies in ``channels_last``."""
+    inputs_channels_last: float = 0.0
+    """Share of its four-dimensional inputs that lie in ``channels_last``, over the calls that were seen."""
     matrix_products: int = 0
     """Linear layers, convolutions, attention and recurrent layers."""
     recurrent: int = 0
@@ -123,10 +131,15 @@ class ModuleRecord:
     calls: float = 1.0
     """Per step."""
     forward_ms: float = 0.0
+    """Of one call."""
     gradients_unused: float = 0.0
     """Share of its calls that recorded a graph which no backward pass used."""
     unused_ms: float = 0.0
     """Of such calls per step, or per evaluation where there are no steps."""
+    unused_site: str | None = None
+    """The line of the script that made most of such calls, if all calls from it were such."""
+    autocast: str | None = None
+    """Type of the autocast that its calls run under, such as ``bfloat16``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,6 +169,10 @@ class OperatorRecord:
     """Floating-point operations per step; 0 if unknown."""
     gbytes: float = 0.0
     """GB (10**9 bytes) read and written per step; 0 if unknown."""
+    site: str | None = None
+    """The line of the script from which most of its calls come; ``None`` for calls in backward passes, or if not seen."""
+    site_calls: float = 0.0
+    """Calls from that line per step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,6 +299,8 @@ class ProbeRecord:
     """CPU time of the process over wall time and :attr:`cores`, 0 to 1."""
     others_share: float = 0.0
     """CPU time of other processes likewise."""
+    gpu_share: float | None = None
+    """Share of a step in which the GPU computed, 0 to 1; ``None`` without one, or if not seen."""
     device: str = "cpu"
     """Of the model's parameters."""
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -302,3 +321,6 @@ class ProbeRecord:
     """Where the writes went; see :mod:`trimtab.probe.containment`."""
     notes: tuple[str, ...] = ()
     """What could not be seen, and why, as sentences."""
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The text of each line that a ``site`` of this record names, with its indentation and without its newline. Edits are
+    derived from it."""

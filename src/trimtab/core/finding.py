@@ -34,5 +34,10 @@ class Finding:
     """Settings with ``without=``, whose measured speed-up is the most that a remedy can bring."""
     most: Interval | None = None
     """That speed-up."""
+    share: float | None = None
+    """Share of the time of a step, 0 to 1, that the evidence lays to this, before anything is measured: findings without a
+    measured gain are sorted by it."""
     losses: Literal["equal", "within rounding", "different", "not compared"] = "not compared"
     """The losses with :attr:`settings` against those of the script as written."""
+    unmeasured: str | None = None
+    """Why the gain of the remedy of a script is not known, as a clause; ``None`` if it is, or if nothing was to be measured."""

@@ -85,11 +85,12 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         phases=phases,
         run_s=_run(log, every, units, evaluating, starting, median),
         finished=log["finished"],
-        lines=_lines(log["samples"], windows),
+        lines=_lines(log["samples"], windows, log["runs"]),
         loaders=_loaders(log, totals, mixed, n, len(evaluating)),
         optimizers=_optimizers(log, totals, n),
         modules=_modules(log, totals, windows, n, len(evaluating)),
-        calls=_calls(totals, mixed, n, len(every)),
+        calls=tuple(CallRecord(name=name, site=where, calls=0.0, ms=0.0) for name, where in log["called"].items())
+        + _calls(totals, mixed, n, len(every)),
         operators=tuple(OperatorRecord(**found) for found in log["operators"].get("operators", ())),
         operator_calls=log["operators"].get("calls", 0.0),
         small_operators=log["operators"].get("small", 0.0),
@@ -103,6 +104,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
+        texts=log["texts"],
         collector_ms=sum(u.collector_ms for u in clean) / n,
         losses=tuple(log["losses"]),
         notes=tuple(notes),
@@ -158,18 +160,25 @@ def _run(
     }
 
 
-def _lines(samples: Sequence[Any], windows: _Windows) -> tuple[LineRecord, ...]:
-    seen: dict[tuple[str, str, int], int] = defaultdict(int)
+def _lines(samples: Sequence[Any], windows: _Windows, runs: Mapping[str, int]) -> tuple[LineRecord, ...]:
+    seen: dict[tuple[str, str, int, str], int] = defaultdict(int)
     whole = 0
-    for ns, where, text, phase in samples:
+    for ns, where, text, phase, function in samples:
         if windows.holds(ns):
             whole += 1
             if where:
-                seen[where, text, phase] += 1
+                seen[where, text, phase, function] += 1
     most = sorted(seen.items(), key=lambda item: -item[1])[:MOST_LINES]
     return tuple(
-        LineRecord(site=where, text=text, phase=cast(Phase, PHASES[phase]), share=count / whole)
-        for (where, text, phase), count in most
+        LineRecord(
+            site=where,
+            text=text,
+            phase=cast(Phase, PHASES[phase]),
+            share=count / whole,
+            function=function,
+            runs=float(runs.get(where, 0)),
+        )
+        for (where, text, phase, function), count in most
     )
 
 
@@ -207,6 +216,7 @@ def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int)
                 )
                 if name in facts
             },
+            opens=facts.get("opens") or log.get("opens", {}).get(facts["dataset_id"], 0.0),
             prefetch=facts.get("prefetch"),
             pin_memory=facts.get("pin_memory", False),
             batches=round(calls),
@@ -261,6 +271,8 @@ def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: 
         within = [graph for graph in unused if windows.holds(graph[4])]
         outside = sum(graph[2] for graph in unused if graph not in within) * NS if learns else 0.0
         per_step = sum(graph[2] for graph in within) * NS / n
+        kept_by = {graph[5] for graph in graphs if graph[3]}
+        wasting = [graph[5] for graph in unused if graph[5] and graph[5] not in kept_by]
         called = sum(count for _, entries in log["tallies"] for key, (count, _) in entries if key[:2] == ["module", number])
         found.append(
             ModuleRecord(
@@ -270,6 +282,7 @@ def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: 
                 calls=calls / n,
                 forward_ms=ms / calls if calls else 0.0,
                 gradients_unused=min(1.0, len(unused) / called) if called else 0.0,
+                unused_site=statistics.mode(wasting) if wasting else None,
                 unused_ms=per_step or outside / max(evaluations, 1),
             )
         )
@@ -294,6 +307,9 @@ def _recompiles(log: Json) -> tuple[RecompileRecord, ...]:
         breaks = facts["breaks"]
         for reason, count in breaks.items():
             found.append(RecompileRecord(site="", reason=reason, graph_breaks=count, ms=1000 * facts["seconds"]))
+    for facts in log["compilations"]:
+        reason, ms = facts["reason"], 1000 * facts["seconds"]
+        found.append(RecompileRecord(site=facts["site"], reason=reason, recompiles=facts["recompiles"], ms=ms))
     return tuple(found)
 
 

@@ -67,13 +67,16 @@ def observe(
         process.stop()
         code = process.poll() if code is None else code
         log = max(
-            _read(process.out, "log-*.json"), key=lambda found: (not found["finished"], len(found["marks"])), default=None
+            _read(process.out, "log-*.json") or _read(process.out, "early-*.json"),
+            key=lambda found: (not found["finished"], len(found["marks"])),
+            default=None,
         )
         guarded = _read(process.out, "guarded.json")
         _remove_made(process.out)
         if log is None:
             raise _nothing(command, process, code, seconds, guarded)
         log["reading"] = _reading(process.out)
+        log["opens"] = _opens(process.out)
         written = process.written()
         listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_known(path, written))])
         notes = [*process.notes(), *_guard_notes(guarded)]
@@ -103,9 +106,20 @@ def _reading(out: pathlib.Path) -> dict[int, list[float]]:
     found: dict[int, list[float]] = defaultdict(list)
     path = out / "reading.txt"
     for words in map(str.split, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-        if len(words) == 2:
+        if len(words) >= 2:
             found[int(words[0])].append(int(words[1]) / 1e6)
     return found
+
+
+def _opens(out: pathlib.Path) -> dict[int, float]:
+    """Id of a data set -> files that workers opened for reading per example."""
+    opened: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    path = out / "reading.txt"
+    for words in map(str.split, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+        if len(words) == 4:
+            opened[int(words[0])][0] += int(words[2])
+            opened[int(words[0])][1] += int(words[3])
+    return {number: files / max(examples, 1) for number, (files, examples) in opened.items()}
 
 
 def _is_known(path: str, written: list[str]) -> bool:

@@ -14,6 +14,8 @@ from trimtab.probe.inside.plan import PLAN
 writes: dict[str, None] = {}
 network: dict[str, None] = {}
 children: dict[str, None] = {}
+opened = 0
+"""Files opened for reading in this process, without Python's own modules."""
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _REMOVING = {"os.remove": 0, "os.rename": 0, "os.mkdir": 0, "os.rmdir": 0, "shutil.rmtree": 0, "os.truncate": 0, "os.link": 1}
@@ -40,10 +42,13 @@ def _written(event: str, arguments: tuple[Any, ...]) -> str | None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    global opened
     if event == "open" or event in _REMOVING:
         path = _written(event, arguments)
         if path is not None and len(writes) < _MOST:
             writes[path] = None
+        elif path is None and event == "open" and (read := _path(arguments[0])) and not read.endswith((".py", ".pyc", ".so")):
+            opened += 1
     elif event == "socket.connect":
         address = arguments[1]
         if isinstance(address, tuple) and len(network) < _MOST:

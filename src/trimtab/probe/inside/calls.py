@@ -152,6 +152,7 @@ def watch() -> None:
     replace(torch, "save", saving)
     replace(torch, "compile", timed("torch.compile", clock.OTHER))
     replace(torch, "use_deterministic_algorithms", _where("deterministic algorithms"))
+    replace(torch, "set_num_threads", _where("torch.set_num_threads"))
     for owner, name in ((torch.autograd.set_detect_anomaly, "__init__"), (torch.autograd.detect_anomaly, "__init__")):
         replace(owner, name, _where("anomaly mode"))
     replace(torch.autograd.profiler.profile, "__init__", _where("profiler"))

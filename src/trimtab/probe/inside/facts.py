@@ -18,9 +18,9 @@ from torch.nn.modules.loss import _Loss
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from trimtab.probe.inside import calls, clock, hooks, lines, loaders
+from trimtab.probe.inside import audit, calls, clock, hooks, lines, loaders
 from trimtab.probe.inside.plan import PLAN
-from trimtab.probe.inside.sites import line, site
+from trimtab.probe.inside.sites import FOLDER, line, site
 
 Json = dict[str, Any]
 
@@ -28,9 +28,14 @@ modules: dict[int, tuple[int, Any]] = {}
 """id -> (number, module)."""
 _inputs: dict[tuple[int, bool], list[str]] = {}
 _seen_calls: Counter[tuple[int, bool]] = Counter()
+_layouts: dict[int, list[bool]] = {}
+"""Number of a module -> whether each four-dimensional input lay in ``channels_last``."""
+_autocast: dict[int, str] = {}
 _batches: dict[int, Json] = {}
 _counts: Counter[int] = Counter()
 _places: dict[int, list[Any]] = {}
+_opens: dict[int, list[int]] = {}
+"""Id of a data set -> files opened for reading, and examples read, in this process."""
 
 
 def first_tensors(value: Any, most: int = 4) -> list[torch.Tensor]:
@@ -66,7 +71,12 @@ def module_number(module: Any, args: Any, kwargs: Any) -> int | None:
     key = known[0], module.training
     _seen_calls[key] += 1
     if _seen_calls[key] < 4 or _seen_calls[key] % 16 == 0:
-        _inputs[key] = [_described(tensor) for tensor in first_tensors([args, kwargs], most=12)]
+        tensors = first_tensors([args, kwargs], most=12)
+        _inputs[key] = [_described(tensor) for tensor in tensors]
+        _layouts.setdefault(known[0], []).extend(_channels_last(tensor) for tensor in tensors if tensor.dim() == 4)
+        device = tensors[0].device.type if tensors else "cpu"
+        if torch.is_autocast_enabled(device):
+            _autocast[known[0]] = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
     return known[0]
 
 
@@ -109,15 +119,19 @@ def watch_reading() -> None:
 
     def make(original: Any) -> Callable[..., Any]:
         def fetch(self: Any, index: Any) -> Any:
-            start = perf_counter_ns()
+            start, opened = perf_counter_ns(), audit.opened
             batch = original(self, index)
-            ns = perf_counter_ns() - start
+            ns, opened = perf_counter_ns() - start, audit.opened - opened
+            examples = len(index) if isinstance(index, list | tuple) else 1
             if os.getpid() == parent:
                 clock.add(("read", id(self.dataset)), ns)
+                files = _opens.setdefault(id(self.dataset), [0, 0])
+                files[0] += opened
+                files[1] += examples
                 _places[id(self.dataset)] = list(index) if isinstance(index, list | tuple) else [index]
             else:
                 with open(path, "a", encoding="utf-8") as file:
-                    file.write(f"{id(self.dataset)} {ns}\n")
+                    file.write(f"{id(self.dataset)} {ns} {opened} {examples}\n")
             return batch
 
         return fetch
@@ -190,16 +204,18 @@ def plain(key: tuple[Any, ...]) -> list[Any]:
 
 
 def plain_samples(first: int, last: int) -> list[Any]:
-    """Samples as [ns, site, text, phase]."""
+    """Samples as [ns, site, text, phase, function]."""
     return [
-        [ns, site((code, number)), line((code, number)), phase] if code is not None else [ns, "", "", phase]
+        [ns, site((code, number)), line((code, number)), phase, code.co_name.strip("<>").replace("module", "")]
+        if code is not None
+        else [ns, "", "", phase, ""]
         for ns, code, number, phase in lines.samples
         if first <= ns <= last
     ]
 
 
-def collect() -> Json:
-    """Facts on all objects that took part."""
+def collect(since: float) -> Json:
+    """Facts on all objects that took part; ``since`` is the ``time.time()`` of the end of the warm-up."""
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
@@ -211,7 +227,9 @@ def collect() -> Json:
         "loaders": [_loader(entry) for entry in loaders.loaders],
         "device": next((str(p.device.type) for _, m in modules.values() for p in m.parameters()), "cpu"),
         "distributed": _distributed(),
+        "called": {name: calls.flags[name] for name in ("torch.set_num_threads",) if name in calls.flags},
         "recompiles": _recompiles(),
+        "compilations": _compilations(utils, since) if (utils := sys.modules.get("torch._dynamo.utils")) else [],
     }
     return found
 
@@ -241,6 +259,8 @@ def _module(number: int, module: Any) -> Json:
         "recurrent": sum(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts),
         "attention": getattr(config, "_attn_implementation", None),
         "compiled": bool(compiled),
+        "inputs_channels_last": sum(layouts) / len(layouts) if (layouts := _layouts.get(number)) else 0.0,
+        "autocast": _autocast.get(number),
     }
 
 
@@ -318,6 +338,8 @@ def _loader(entry: loaders.Loader) -> Json:
     found: Json = {"number": entry.number, "site": entry.site, "dataset": entry.dataset, "dataset_id": entry.dataset_id}
     facts, dataset, collate = _known_loaders.get(entry.number, ({}, None, None))
     found |= facts | _batches.get(entry.number, {})
+    opened, examples = _opens.get(entry.dataset_id, (0, 0))
+    found["opens"] = opened / examples if examples else 0.0
     if dataset is not None and _counts[entry.number]:
         found |= _reading(dataset, collate, _places.get(id(dataset)))
     return found
@@ -374,6 +396,21 @@ def _distributed() -> Json | None:
         "find_unused": any(bool(module.find_unused_parameters) for module in wrapped),
         "unused_found": any(p.requires_grad and p.grad is None for module in wrapped for p in module.parameters()),
     }
+
+
+def _compilations(utils: Any, since: float) -> list[Json]:
+    """Compilations by function that began after ``since``, a time of ``time.time()``."""
+    found: dict[str, Json] = {}
+    for each in utils.get_compilation_metrics():
+        begun = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
+        if begun < since or not getattr(each, "co_filename", None):
+            continue
+        path = os.path.abspath(each.co_filename).removeprefix(FOLDER)
+        told = found.setdefault(f"{path}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0})
+        told["recompiles"] += 1
+        told["reason"] = getattr(each, "recompile_reason", None) or told["reason"]
+        told["seconds"] += getattr(each, "entire_frame_compile_time_s", None) or 0.0
+    return [{"site": where, **told} for where, told in found.items()]
 
 
 def _recompiles() -> list[Json]:

@@ -14,6 +14,8 @@ from trimtab.probe.inside.sites import is_script
 
 EVERY_S = 0.005
 
+paused = False
+"""Whether no samples are taken, as while Python traces lines."""
 samples: list[tuple[int, CodeType | None, int, int]] = []
 """(ns, code, line, phase) of the innermost line of the script; without code where there was none."""
 
@@ -24,6 +26,8 @@ def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
     def sample() -> None:
         while time.monotonic() < deadline:
             time.sleep(EVERY_S)
+            if paused:
+                continue
             phase = clock.current()
             here = sys._current_frames().get(MAIN)
             if phase == clock.PROBE:

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, lines, loaders, operators, roots, steps
+from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, line_counts, lines, loaders, operators, roots, steps
 from trimtab.probe.inside.facts import batch_facts, first_tensors
 from trimtab.probe.inside.plan import PLAN, process_age_s, rank
+from trimtab.probe.inside.sites import caller, site, texts
 from trimtab.probe.inside.steps import Key
 
 WARM_UP = 6
@@ -49,6 +50,8 @@ _busy_at_start: tuple[int, float, float] | None = None
 _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
+_counting = False
+_warm_s = time.time()
 _out_of_time = False
 _owner = os.getpid()
 try:
@@ -104,7 +107,7 @@ def _epoch(loader: loaders.Loader) -> None:
 def _backward(tensors: Any) -> None:
     loss = hooks.scalar(tensors)
     if loss is not None and len(losses) < 10_000:
-        losses.append(loss if loss.is_cuda else float(hooks.read(loss)))
+        losses.append(float(hooks.read(loss)) if loss.device.type == "cpu" else loss)
     facts.look_at_flags()
 
 
@@ -121,13 +124,14 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
             _evaluations += 1
         clock.add(("module", number, training), ns)
         found = first_tensors(output)
-        entry = [number, training, ns, 0, start]
+        entry = [number, training, ns, 0, start, None]
         _calls[number] = count = _calls.get(number, 0) + training
         if gradients and len(graphs) < 20_000 and not (training and count > CERTAIN):
             nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
             for node in nodes:
                 node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))
             if nodes:
+                entry[5] = caller(sys._getframe(1))
                 graphs.append(entry)
         if not losses and found and found[0].is_floating_point() and len(outputs) < 200:
             outputs.append(found[0].detach().abs().mean())
@@ -144,7 +148,7 @@ def _snapshot() -> Snapshot:
 
 
 def _mark(key: Key) -> None:
-    global _clean, _profiled_from, _busy_at_start
+    global _clean, _profiled_from, _busy_at_start, _warm_s
     now = _snapshot()
     of_key = marks.setdefault(key, [])
     before = of_key[-1] if of_key else None
@@ -158,11 +162,16 @@ def _mark(key: Key) -> None:
         return
     count = len(of_key)
     mixed = before is not None and now[4:6] != before[4:6]
+    if _counting:
+        line_counts.stop()
+        finish(False)
     if _profiled_from is not None:
-        if operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time:
+        if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
             operators.stop()
-            finish(False)
+            _count_lines()
         return
+    if count == WARM_UP:
+        _warm_s = time.time()
     if before is not None and count > WARM_UP:
         _clean += not mixed
     wanted = int(PLAN.get("steps") or 40)
@@ -172,6 +181,18 @@ def _mark(key: Key) -> None:
         if _out_of_time or not operators.start(notes):
             finish(False)
         _profiled_from = count
+
+
+def _count_lines() -> None:
+    """Count the lines of one more step, which the other ranks make too. What was seen until then is written first, for the
+    case that tracing ends the process."""
+    global _counting
+    if _out_of_time:
+        finish(False)
+    _counting = lines.paused = True
+    if rank() == 0:
+        _write(False, "early")
+        line_counts.start()
 
 
 def _time_is_up() -> None:
@@ -214,7 +235,7 @@ def _is_temporary(path: str) -> bool:
     return path.startswith(tempfile.gettempdir()) and not os.path.lexists(path)
 
 
-def _write(finished: bool) -> None:
+def _write(finished: bool, name: str = "log") -> None:
     anchor = steps.anchor or steps.decide(late=True)
     of_anchor = marks.get(anchor, []) if anchor else []
     if anchor is not None and anchor[0] == "batch":
@@ -225,7 +246,7 @@ def _write(finished: bool) -> None:
     first_ns, last_ns = of_anchor[0][0], of_anchor[-1][0]
     measured = of_anchor[: _profiled_from or len(of_anchor)]
     _save(
-        "log",
+        name,
         {
             "finished": finished,
             "anchor": list(anchor),
@@ -239,7 +260,7 @@ def _write(finished: bool) -> None:
             ],
             "samples": facts.plain_samples(first_ns, measured[-1][0]),
             "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
-            "graphs": graphs,
+            "graphs": [[*entry[:5], site(entry[5])] for entry in graphs],
             "losses": [float(loss) for loss in losses or outputs],
             "notes": notes,
             "busy": facts.busy_since(_busy_at_start),
@@ -249,6 +270,8 @@ def _write(finished: bool) -> None:
             "operators": operators.found,
             "growth": growth.found,
             "steps_until": last_ns,
-            **facts.collect(),
+            "runs": {site(place): count for place, count in line_counts.found.items()},
+            **facts.collect(_warm_s),
+            "texts": texts(),
         },
     )

@@ -17,6 +17,8 @@ _LIBRARIES = tuple(
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _PROBE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _known: dict[CodeType, bool] = {}
+_files: dict[str, tuple[str, int]] = {}
+"""Site -> file and line, of every site that was told."""
 
 
 def is_script(code: CodeType) -> bool:
@@ -61,7 +63,15 @@ def site(place: tuple[CodeType, int] | None) -> str:
             if path.startswith(library):
                 path = path[len(library) :]
                 break
-    return f"{path}:{place[1]}"
+    told = f"{path}:{place[1]}"
+    _files[told] = place[0].co_filename, place[1]
+    return told
+
+
+def texts() -> dict[str, str]:
+    """The text of the line of every site that was told, with its indentation."""
+    found = {told: linecache.getline(file, number).rstrip("\n") for told, (file, number) in _files.items()}
+    return {told: text for told, text in found.items() if text}
 
 
 def here() -> str:

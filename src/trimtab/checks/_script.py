@@ -1,0 +1,198 @@
+"""Helpers of the checks of scripts: shares of a step, lines by what they do, and new text for a line of the script."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from trimtab.core.check import Check
+from trimtab.core.evidence import LineRecord, LoaderRecord, Phase, ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.core.measurement import Scalar
+from trimtab.core.script_settings import CodeEdit, ScriptSettings
+
+FILES = re.compile(
+    r"\bopen\(|\.read_(bytes|text|csv|parquet|image|file)\(|\b(np|numpy|torch|json|pickle|h5py|torchaudio)\.load\("
+    r"|\b(Image\.open|imread|soundfile\.read|loadtxt|genfromtxt|fromfile)\(|\bdecode_|\.(decode|convert)\("
+)
+"""Lines that open or decode a file."""
+LOGGING = re.compile(
+    r"\bprint\(|\btqdm\b|\b(logger|logging|writer|wandb|mlflow)\.\w+\(|\badd_(scalars?|histogram|image|text|figure)\(|set_postfix"
+)
+"""Lines that write a log."""
+METRICS = re.compile(
+    r"(?<![a-z])(acc|accuracy|auc|auroc|roc|f1|precision_recall|recall|confusion|metrics?|top_?k|scores?|iou|bleu|rouge|perplexity"
+    r"|ece)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Lines and functions that compute a figure for people."""
+BATCHES = re.compile(
+    r"\b(stack|tensor|as_tensor|from_numpy|cat|randint|randperm|choice|sample|permutation|pad|collate|batch\w*|memmap)\b|"
+    + FILES.pattern
+)
+"""Lines that make a batch."""
+
+
+def note(
+    check: Check,
+    message: str,
+    *,
+    evidence: Mapping[str, Scalar],
+    category: Literal["data", "step", "precision", "memory", "run"],
+    where: str | None = None,
+    settings: ScriptSettings | None = None,
+    edit: CodeEdit | None = None,
+    ceiling: ScriptSettings | None = None,
+    share: float | None = None,
+) -> Finding:
+    """A finding of ``check`` at the level that findings have before their gain is measured."""
+    return Finding(
+        rule=check.name,
+        level="note",
+        message=message,
+        evidence=evidence,
+        where=where,
+        category=category,
+        settings=settings,
+        edit=edit,
+        ceiling=ceiling,
+        share=share,
+    )
+
+
+def part(record: ProbeRecord, ms: float) -> float:
+    """``ms`` as a share of a step, 0 to 1."""
+    return min(1.0, ms / record.step_ms) if record.step_ms > 0 else 0.0
+
+
+def share(record: ProbeRecord, *phases: Phase) -> float:
+    """The share of a step that ``phases`` take, 0 to 1."""
+    return part(record, sum(record.phases.get(phase, 0.0) for phase in phases))
+
+
+def run_share(record: ProbeRecord, name: str) -> float:
+    """The share of the time after the first step that ``name`` of :attr:`ProbeRecord.run_s` takes, 0 to 1."""
+    total = sum(seconds for part, seconds in record.run_s.items() if part != "start")
+    return record.run_s.get(name, 0.0) / total if total > 0 else 0.0
+
+
+def slow_loaders(record: ProbeRecord, least: float) -> list[LoaderRecord]:
+    """Loaders whose batches a step waits for at least the share ``least``, the slowest first."""
+    found = [loader for loader in record.loaders if waiting(record, loader) >= least]
+    return sorted(found, key=lambda loader: -waiting(record, loader))
+
+
+def waiting(record: ProbeRecord, loader: LoaderRecord) -> float:
+    """The share of a step that waits for ``loader``. The record of a single loader has the phase ``data`` to itself."""
+    if len(record.loaders) == 1:
+        return share(record, "data")
+    ms = loader.wait_ms * loader.batches / record.steps if record.steps else 0.0
+    return min(share(record, "data"), part(record, ms))
+
+
+def lines(record: ProbeRecord, *phases: Phase, least: float = 0.0) -> list[LineRecord]:
+    """The lines that take at least the share ``least`` in one of ``phases``, the slowest first."""
+    found = [line for line in record.lines if line.phase in phases and line.share >= least]
+    return sorted(found, key=lambda line: -line.share)
+
+
+def does(line: LineRecord, kind: re.Pattern[str]) -> bool:
+    """Whether the text of ``line``, or the name of its function, is of ``kind``."""
+    return bool(kind.search(line.text) or kind.search(line.function))
+
+
+def listed(found: Iterable[LineRecord], most: int = 3) -> str:
+    """``train.py:12 (31%) and train.py:14 (8%)``."""
+    told = [f"{line.site} ({line.share:.0%})" for line in found][:most]
+    return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
+
+
+def batch_size(record: ProbeRecord) -> int | None:
+    """Examples of a batch: what the loader that handed out most batches was given, else the first size of a module's inputs."""
+    known = [(loader.batches, loader.batch_size) for loader in record.loaders if loader.batches and loader.batch_size]
+    if known:
+        return max(known)[1]
+    first = [re.search(r"\[(\d+)", shape) for module in record.modules for shape in module.inputs[:1]]
+    return max((int(found[1]) for found in first if found), default=None)
+
+
+def per_example(runs: float, size: int) -> bool:
+    """Whether ``runs`` is a whole number of times for each of ``size`` examples, up to the rounding of a mean."""
+    return runs >= 0.98 * size and abs(runs / size - round(runs / size)) < 0.02
+
+
+def on_gpu(record: ProbeRecord) -> bool:
+    """Whether the model lies on a CUDA device."""
+    return record.device.startswith("cuda")
+
+
+def edit(record: ProbeRecord, site: str | None, advice: str, **arguments: dict[str, str]) -> CodeEdit | None:
+    """An edit of the line at ``site``, if that is known. ``arguments`` are what :func:`with_arguments` changes, such as
+    ``DataLoader={"num_workers": "2"}``. Without them, or if the new text cannot be derived, the edit is advice."""
+    if not site:
+        return None
+    new = record.texts.get(site) if arguments else None
+    for function, given in arguments.items():
+        new = None if new is None else with_arguments(new, function, given)
+    return CodeEdit(site=site, advice=advice, replacement=None if new == record.texts.get(site) else new)
+
+
+def with_arguments(text: str, function: str, given: dict[str, str]) -> str | None:
+    """The line ``text`` with other arguments in its call of ``function``.
+
+    ``given`` has Python source by the name of a keyword; the name ``""`` stands for the first positional argument. ``None`` if
+    the line is no whole statement, calls ``function`` not exactly once, or hands over ``**`` arguments.
+    """
+    for name, value in given.items():
+        indent = text[: len(text) - len(text.lstrip())]
+        body = text.strip()
+        call = _call(body, function)
+        if call is None or any(keyword.arg is None for keyword in call.keywords):
+            return None
+        raw = body.encode()
+        old = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+        if name == "":
+            if len(call.args) != 1 or isinstance(call.args[0], ast.Starred):
+                return None
+            old = call.args[0]
+        if old is not None:
+            new = raw[: old.col_offset] + value.encode() + raw[old.end_col_offset :]
+        else:
+            end = (call.end_col_offset or 0) - 1
+            head = raw[:end].rstrip()
+            comma = b"" if head.endswith(b"(") else b" " if head.endswith(b",") else b", "
+            new = head + comma + f"{name}={value}".encode() + raw[end:]
+        text = indent + new.decode()
+    return text
+
+
+def under_no_grad(text: str) -> str | None:
+    """The statement on the line ``text`` within ``torch.no_grad()``; ``None`` if the line is no whole simple statement."""
+    body = text.strip()
+    tree = _parsed(body)
+    if tree is None or not isinstance(tree.body[0], ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr):
+        return None
+    indent = text[: len(text) - len(text.lstrip())]
+    return f"{indent}with torch.no_grad():\n{indent}    {body}"
+
+
+def _parsed(body: str) -> ast.Module | None:
+    """The tree of one line, the head of a compound statement included."""
+    for whole in (body, f"{body}\n    pass"):
+        try:
+            tree = ast.parse(whole)
+        except (SyntaxError, ValueError):
+            continue
+        return tree if len(tree.body) == 1 else None
+    return None
+
+
+def _call(body: str, function: str) -> ast.Call | None:
+    tree = _parsed(body)
+    if tree is None:
+        return None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [call for call in calls if function == getattr(call.func, "id", getattr(call.func, "attr", None))]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,54 @@
+"""Lines outside of a loader make the batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.checks._script import BATCHES, does, edit, lines, listed, note
+from trimtab.core.check import Check
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.hardware.environment import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataByHand(Check):
+    """Lines outside of a loader make the batches.
+
+    Without a ``DataLoader`` a batch is made between two steps, by the process that computes them.
+    Source: https://docs.pytorch.org/docs/stable/data.html
+    """
+
+    name = "data_by_hand"
+    about = "script"
+
+    least: float = 0.05
+    """Share of a step of all such lines, from which on they are reported."""
+    line: float = 0.02
+    """Share of a step from which on a line counts."""
+
+    def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
+        """Lines that make batches, in scripts whose steps take none from a loader."""
+        if any(loader.batches for loader in subject.loaders):
+            return []
+        slow = [line for line in lines(subject, "other", "data", "copy", least=self.line) if does(line, BATCHES)]
+        taken = sum(line.share for line in slow)
+        if taken < self.least:
+            return []
+        message = (
+            f"{taken:.0%} of a step makes its batch by hand: {listed(slow)}. Make the tensors once, and index them with the "
+            "places of a batch, or let the workers of a DataLoader make it."
+        )
+        return [
+            note(
+                self,
+                message,
+                evidence={"lines_share": taken, "first_share": slow[0].share},
+                where=slow[0].site,
+                category="data",
+                edit=edit(
+                    subject, slow[0].site, "Make the tensors once before the loop, and index them with the places of a batch."
+                ),
+                share=taken,
+            )
+        ]

@@ -1,0 +1,49 @@
+"""torch.compile cuts a function into several graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.checks._script import edit, note
+from trimtab.core.check import Check
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.hardware.environment import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphBreaks(Check):
+    """torch.compile cuts a function into several graphs.
+
+    At a call that it cannot trace, such as ``print`` or ``.item()``, a graph ends, Python runs, and another graph begins.
+    Nothing is fused across the cut.
+    Source: https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
+    """
+
+    name = "graph_breaks"
+    about = "script"
+
+    def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
+        """Graph breaks by function, with the reason and the time that compiling took."""
+        found = []
+        for each in subject.recompiles:
+            if not each.graph_breaks:
+                continue
+            what = each.site or "the model"
+            why = f" ({each.reason.splitlines()[0][:80].rstrip('. ')})" if each.reason else ""
+            cost = f", which took {each.ms / 1e3:.1f} s to compile" if each.ms else ""
+            message = (
+                f"torch.compile breaks {what} into {each.graph_breaks + 1} graphs{why}{cost}. Move that call out of the "
+                "compiled function, and check with fullgraph=True."
+            )
+            found.append(
+                note(
+                    self,
+                    message,
+                    evidence={"graph_breaks": each.graph_breaks, "compile_ms": each.ms, "reason": each.reason},
+                    where=each.site or None,
+                    category="step",
+                    edit=edit(subject, each.site, "Move the call that breaks the graph out of the compiled function."),
+                )
+            )
+        return found

@@ -1,0 +1,55 @@
+"""Every step writes a log."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trimtab.checks._script import LOGGING, does, edit, lines, note, share
+from trimtab.core.check import Check
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.core.script_settings import ScriptSettings
+from trimtab.hardware.environment import Environment
+
+LOGGERS = re.compile(r"Writer|print|tqdm|log|wandb|mlflow", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging(Check):
+    """Every step writes a log.
+
+    Histograms read every parameter, a bar is drawn on a terminal, and files are flushed. Once in many steps tells people
+    as much.
+    Source: https://docs.pytorch.org/docs/stable/tensorboard.html
+    """
+
+    name = "logging"
+    about = "script"
+
+    least: float = 0.02
+    """Share of a step, from which on it is reported."""
+
+    def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
+        """The share of logging in a step, with its slowest line."""
+        told = [line for line in lines(subject, "logging", "other") if line.phase == "logging" or does(line, LOGGING)]
+        taken = max(share(subject, "logging"), sum(line.share for line in told))
+        if taken < self.least:
+            return []
+        calls = sorted((call for call in subject.calls if call.ms > 0 and LOGGERS.search(call.name)), key=lambda call: -call.ms)
+        where = calls[0].site if calls else told[0].site if told else None
+        what = f"{calls[0].name} at {where}" if calls else f"the line {where}" if where else "the script"
+        message = f"Writing logs takes {taken:.0%} of every step, most of it {what}. Log every n-th step instead."
+        often = sum(call.calls for call in calls)
+        return [
+            note(
+                self,
+                message,
+                evidence={"logging_share": taken, "calls_per_step": often},
+                where=where,
+                category="run",
+                edit=edit(subject, where, "Log every n-th step: `if step % 50 == 0:`."),
+                ceiling=ScriptSettings(without="logging"),
+                share=taken,
+            )
+        ]

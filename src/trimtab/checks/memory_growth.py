@@ -1,0 +1,55 @@
+"""Memory grows with every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab._internal.text import counted
+from trimtab.checks._script import edit
+from trimtab.core.check import Check
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.hardware.environment import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryGrowth(Check):
+    """Memory grows with every step.
+
+    A list of losses that are still tensors keeps the graph of every step. The process ends without memory, sooner or
+    later.
+    Source: https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory
+    """
+
+    name = "memory_growth"
+    about = "script"
+
+    least_mb: float = 0.1
+    """Lower bound of the growth per step in MB (10**6 bytes), from which on it is reported."""
+    rises: float = 0.8
+    """Share of the steps that must add to it."""
+
+    def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
+        """The slope of the memory over the steps, if nearly every step adds to it."""
+        memory = subject.memory
+        if memory is None or memory.growth_low_mb < self.least_mb or memory.rises < self.rises:
+            return []
+        where = memory.grows_at
+        at = f", kept by {where}" if where else ""
+        message = (
+            f"Memory grows by {memory.growth_mb:.2f} MB per step{at}: {memory.rises:.0%} of {counted(subject.steps, 'step')} "
+            "left more than they found. Keep numbers instead of tensors: loss.item() or loss.detach()."
+        )
+        return [
+            Finding(
+                rule=self.name,
+                level="error",
+                message=message,
+                evidence={"mb_per_step": memory.growth_mb, "at_least_mb": memory.growth_low_mb, "rises": memory.rises},
+                where=where,
+                category="memory",
+                edit=None
+                if where is None
+                else edit(subject, where, "Keep a number (.item()) or a detached tensor, not the graph."),
+            )
+        ]

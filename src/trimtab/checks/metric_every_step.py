@@ -1,0 +1,53 @@
+"""A metric is computed on every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.checks._script import METRICS, does, edit, lines, listed, note
+from trimtab.core.check import Check
+from trimtab.core.evidence import Phase, ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.hardware.environment import Environment
+
+PHASES: tuple[Phase, ...] = ("other", "synchronization", "copy", "logging")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricEveryStep(Check):
+    """A metric is computed on every step.
+
+    A metric of a training batch is read by people, if at all, once in many steps. Its sorting and copying to numpy cost
+    their time on each of them.
+    Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
+    """
+
+    name = "metric_every_step"
+    about = "script"
+
+    least: float = 0.03
+    """Share of a step of all such lines, from which on they are reported."""
+    line: float = 0.01
+    """Share of a step from which on a line counts."""
+
+    def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
+        """Lines between the passes whose text or function names a metric."""
+        slow = [line for line in lines(subject, *PHASES, least=self.line) if does(line, METRICS)]
+        taken = sum(line.share for line in slow)
+        if taken < self.least:
+            return []
+        message = (
+            f"A metric takes {taken:.0%} of every step: {listed(slow)}. Compute it every n-th step, or once at the end of "
+            "the epoch."
+        )
+        return [
+            note(
+                self,
+                message,
+                evidence={"lines_share": taken, "first_share": slow[0].share},
+                where=slow[0].site,
+                category="step",
+                edit=edit(subject, slow[0].site, "Compute it every n-th step: `if step % 50 == 0:`."),
+                share=taken,
+            )
+        ]

@@ -1,0 +1,53 @@
+"""Memory is given back to the system and asked for again in each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.checks._script import note, part
+from trimtab.core.check import Check
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.core.script_settings import ScriptSettings
+from trimtab.hardware.environment import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageFaults(Check):
+    """Memory is given back to the system and asked for again in each step.
+
+    The C library returns large freed blocks to the system, and the next step faults every page of 4 kB in again. A fault
+    costs at least a quarter of a microsecond, for its zeros alone.
+    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+
+    name = "page_faults"
+    about = "script"
+
+    least: float = 0.02
+    """Share of a step, from which on it is reported."""
+    fault_us: float = 0.25
+    """Microseconds that a fault costs at least."""
+
+    def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
+        """Minor page faults per step."""
+        memory = subject.memory
+        faults = 0.0 if memory is None else memory.page_faults
+        taken = part(subject, faults * self.fault_us / 1e3)
+        if taken < self.least:
+            return []
+        message = (
+            f"A step faults {faults:,.0f} pages in, {faults * 4096 / 1e6:.0f} MB that the step before gave back to the "
+            f"system, which takes at least {taken:.0%} of it. Keep freed memory in the process: trimtab run does so with "
+            "keep_freed."
+        )
+        return [
+            note(
+                self,
+                message,
+                evidence={"faults_per_step": faults, "share": taken},
+                category="step",
+                settings=ScriptSettings(keep_freed=True),
+                share=taken,
+            )
+        ]

@@ -1,0 +1,61 @@
+"""Lines of the script outside of the passes take much of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimtab.checks._script import BATCHES, LOGGING, METRICS, does, edit, lines, listed, note, on_gpu
+from trimtab.checks.batch_loop import BatchLoop, near
+from trimtab.core.check import Check
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.hardware.environment import Environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLines(Check):
+    """Lines of the script outside of the passes take much of a step.
+
+    Between the passes a line of Python runs while the model waits. What the line computes may be needed more rarely, or
+    as one operator over the batch.
+    Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
+    """
+
+    name = "slow_lines"
+    about = "script"
+
+    least: float = 0.05
+    """Share of a step of all such lines, from which on they are reported."""
+    line: float = 0.02
+    """Share of a step from which on a line counts."""
+
+    def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
+        """Sampled lines outside of the passes, without those that other checks know."""
+        known = (LOGGING, METRICS, *(() if any(loader.batches for loader in subject.loaders) else (BATCHES,)))
+        slow = [
+            line
+            for line in lines(subject, "other", "synchronization", least=self.line)
+            if not any(does(line, kind) for kind in known)
+        ]
+        loops = {finding.where for finding in BatchLoop().run(subject, environment)}
+        slow = [line for line in slow if not any(near(line.site, where) for where in loops if where)]
+        if on_gpu(subject):
+            slow = [line for line in slow if line.phase == "other"]
+        taken = sum(line.share for line in slow)
+        if taken < self.least:
+            return []
+        message = (
+            f"{taken:.0%} of a step goes to lines between the passes: {listed(slow)}. Compute them more rarely, or with "
+            "operators over the whole batch."
+        )
+        return [
+            note(
+                self,
+                message,
+                evidence={"lines_share": taken, "first_share": slow[0].share},
+                where=slow[0].site,
+                category="step",
+                edit=edit(subject, slow[0].site, "Compute it more rarely, or with operators over the whole batch."),
+                share=taken,
+            )
+        ]
