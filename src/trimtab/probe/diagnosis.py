@@ -11,7 +11,6 @@ from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, Patch, Together, saving, standing
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
-from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment, known_peaks
 from trimtab.probe import counterfactuals
