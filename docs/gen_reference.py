@@ -15,10 +15,10 @@ from gen_markdown import default_of, field_docs, indented, markdown, table
 
 import trimtab
 from trimtab import errors, train
-from trimtab.api import tune
+from trimtab.api import profile, tune
 from trimtab.artifact import artifact
 from trimtab.cli.main import app
-from trimtab.core import evidence, measurement, script_settings
+from trimtab.core import diagnosis, evidence, measurement, script_settings
 from trimtab.core.backend import BACKENDS
 from trimtab.core.check import CHECKS
 from trimtab.core.technique import PASSES
@@ -109,6 +109,8 @@ FURTHER: dict[ModuleType, tuple[str, ...]] = {
     events: ("Progressed", "Validated", "Saved", "Adjusted", "Remarked", "Ended", "JsonLines", "TensorBoard"),
     launch: ("join",),
     tensor_parallel: ("mesh", "split_layers"),
+    diagnosis: ("Diagnosis", "Score", "Together", "Patch", "Bound"),
+    profile: ("Profile", "KeptTensor"),
     script_settings: ("ScriptSettings", "LoaderSettings", "CodeEdit"),
     evidence: (
         "ProbeRecord",

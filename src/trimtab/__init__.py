@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.api.compare import compare
+    from trimtab.api.doctor import doctor
     from trimtab.api.optimize import optimize
+    from trimtab.api.profile import profile
     from trimtab.api.tune import tune
     from trimtab.api.verify import verify
     from trimtab.artifact.artifact import Artifact, load, open_artifact
@@ -70,10 +72,12 @@ _HOMES = {
     "TrimtabError": "errors",
     "Workload": "core.workload",
     "compare": "api.compare",
+    "doctor": "api.doctor",
     "load": "artifact.artifact",
     "load_workload": "importers.load",
     "open_artifact": "artifact.artifact",
     "optimize": "api.optimize",
+    "profile": "api.profile",
     "tune": "api.tune",
     "verify": "api.verify",
 }
@@ -113,10 +117,12 @@ __all__ = [
     "TrimtabError",
     "Workload",
     "compare",
+    "doctor",
     "load",
     "load_workload",
     "open_artifact",
     "optimize",
+    "profile",
     "tune",
     "verify",
 ]

@@ -21,7 +21,13 @@ COMMANDS = {
     "init": ("trimtab.cli.init:init_command", "Write a commented workload file to start from. It runs as it is."),
     "optimize": ("trimtab.cli.optimize:optimize_command", "Search, prove, and write the artifact."),
     "measure": ("trimtab.cli.measure:measure_command", "Time one thing, or two in turns with a confidence interval."),
+    "doctor": ("trimtab.cli.doctor:doctor_command", "Say why a script is slow, and what each remedy brings on it."),
     "verify": ("trimtab.cli.measure:verify_command", "Check an artifact here and now: files, outputs, environment, speed."),
+    "tune": (
+        "trimtab.cli.script_tune:tune_command",
+        "Find the settings that make a script faster with its losses unchanged.",
+    ),
+    "run": ("trimtab.cli.script_run:run_command", "Run an unmodified script with the settings that `trimtab tune` found."),
     "serve": ("trimtab.cli.serve:serve_command", "Serve artifacts over HTTP with the Open Inference Protocol v2."),
     "load-test": (
         "trimtab.cli.load_test:load_test_command",

@@ -39,3 +39,5 @@ class Finding:
     measured gain are sorted by it."""
     losses: Literal["equal", "within rounding", "different", "not compared"] = "not compared"
     """The losses with :attr:`settings` against those of the script as written."""
+    unmeasured: str | None = None
+    """Why the gain of the remedy of a script is not known, as a clause; ``None`` if it is, or if nothing was to be measured."""

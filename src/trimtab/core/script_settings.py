@@ -49,6 +49,9 @@ class ScriptSettings:
     """Environment variables of the process."""
     loaders: Mapping[str, LoaderSettings] = dataclasses.field(default_factory=dict)
     """By the line that makes the loader."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Path -> new text of files of the script, to measure the gain of a patch. Only in an overlay, so that the files themselves
+    stay; it is never applied for use."""
     without: Literal["data", "logging", "synchronization", "evaluation", "saving"] | None = None
     """Leaves a phase out, to measure at most how much a remedy for it can bring. ``data`` hands out the same batches again. It
     is never applied for use."""
@@ -56,7 +59,7 @@ class ScriptSettings:
     @property
     def fresh(self) -> bool:
         """Whether a process must be started for it; else it can be switched between two steps."""
-        return bool(self.loaders or self.environment or self.keep_freed)
+        return bool(self.loaders or self.environment or self.keep_freed or self.files)
 
     def changes(self) -> dict[str, Any]:
         """The fields with a value other than the default."""
@@ -67,7 +70,8 @@ class ScriptSettings:
         """Both together; ``other`` wins where both set a field."""
         loaders = dict(self.loaders)
         for site, found in other.loaders.items():
-            given = {f.name: value for f in dataclasses.fields(found) if (value := getattr(found, f.name)) not in (None, False)}
+            values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+            given = {n: value for n, value in values.items() if value is not None and (n, value) != ("batch_fetch", False)}
             loaders[site] = dataclasses.replace(loaders.get(site, LoaderSettings()), **given)
         changed = other.changes() | {"loaders": loaders, "environment": {**self.environment, **other.environment}}
         return dataclasses.replace(self, **changed)

@@ -43,7 +43,7 @@ def serve(runner: Runner, address: str | os.PathLike[str], authkey: bytes) -> No
     """
     path = os.fspath(address)
     _check_address(path)
-    with _listening(path, authkey) as listener:
+    with listening(path, authkey) as listener:
         while True:
             try:
                 peer = listener.accept()
@@ -88,6 +88,10 @@ class RemoteRunner:
     def pace(self) -> int:
         """Nanoseconds of the fixed piece of work on the core of the other process."""
         return int(self._ask({"do": "pace"}, self._timeout_s)["ns"])
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Make a script that serves its steps (:mod:`trimtab.probe.inside.turns`) use ``settings`` from its next step on."""
+        self._ask({"do": "set", "settings": settings}, self._timeout_s)
 
     def stop(self) -> None:
         """Ask the server to end, and disconnect."""
@@ -168,7 +172,12 @@ def _answer(runner: Runner, verb: str, calls: int, count: int) -> dict[str, Any]
 
 
 @contextlib.contextmanager
-def _listening(path: str, authkey: bytes) -> Iterator[Listener]:
+def listening(path: str, authkey: bytes) -> Iterator[Listener]:
+    """A listener on the socket ``path`` that only this user can connect to. The path exists as long as it listens.
+
+    Raises:
+        MeasurementError: the socket cannot be made.
+    """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)  # left behind by a server that was killed
@@ -181,6 +190,8 @@ def _listening(path: str, authkey: bytes) -> Iterator[Listener]:
         raise MeasurementError(
             f"A socket cannot be made at {path}: {error}. Name one in a folder that can be written."
         ) from error
+    # the finalizer of the listener would fail to remove the name that the socket was bound to
+    getattr(listener, "_listener")._unlink.cancel()  # noqa: B009 - the attribute is private
     try:
         os.chmod(hidden, stat.S_IRUSR | stat.S_IWUSR)
         os.rename(hidden, path)
@@ -188,8 +199,7 @@ def _listening(path: str, authkey: bytes) -> Iterator[Listener]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        with contextlib.suppress(FileNotFoundError):
-            listener.close()  # would remove the name that it was bound to
+        listener.close()
 
 
 def _connect(path: str, authkey: bytes, seconds: float) -> Connection:

@@ -57,7 +57,10 @@ class ScriptProcess:
         """Where the probe within writes; ``PLAN["out"]``."""
         self.out.mkdir()
         self.started = time.monotonic()
-        self.plan = {**plan, "out": str(self.out), "folder": str(command.folder)}
+        settings = dict(plan.get("settings") or {})
+        if files := settings.pop("files", None):  # whole scripts would not fit into an environment variable
+            (self.folder / warden.FILES).write_text(json.dumps(files), encoding="utf-8")
+        self.plan = {**plan, "settings": settings or None, "out": str(self.out), "folder": str(command.folder)}
         self._log = self.folder / "log.txt"
         told = {"argv": command.argv, "scratch": str(self.folder), "contain": kept}
         variables = {name: value for name, value in QUIET.items() if name not in os.environ}
@@ -73,6 +76,11 @@ class ScriptProcess:
                 bufsize=0,
                 env={**os.environ, **variables, **environment(self.plan)},
             )
+
+    @property
+    def pid(self) -> int:
+        """The process that all processes of the command descend from."""
+        return self._process.pid
 
     @property
     def contained(self) -> Literal["overlay", "guarded", "in place"]:

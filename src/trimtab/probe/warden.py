@@ -3,7 +3,8 @@
 The warden starts the command as its child, in an overlay of the writable folders if it is told to. It ends the command with all
 that it started when a byte comes on the warden's standard input, or when that pipe closes, which happens even if the driver is
 killed by SIGKILL; then the scratch folder is deleted as well. It needs the standard library only. ``INSTRUCTIONS`` is JSON:
-``argv``, ``scratch`` (folder), ``contain`` (folders that writes are kept from; none: in place).
+``argv``, ``scratch`` (folder), ``contain`` (folders that writes are kept from; none: in place). A file :data:`FILES` in
+``scratch`` has texts that replace files of the script in the overlay, by path.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+FILES = "files.json"
 FILE_SYSTEMS = {
     "ext2",
     "ext3",
@@ -130,6 +132,15 @@ def execute(told: dict[str, Any]) -> None:
             os.environ["TRIMTAB_PLAN"] = json.dumps(plan | {"guard": True})
     with open(os.path.join(told["scratch"], "contained.json"), "w", encoding="utf-8") as file:
         json.dump(state, file)
+    patched = os.path.join(told["scratch"], FILES)
+    if os.path.exists(patched):
+        if state["contained"] != "overlay":
+            raise OSError("a patch is measured in an overlay only, so that the script itself stays as it is")
+        with open(patched, encoding="utf-8") as file:
+            texts = json.load(file)
+        for path, text in texts.items():
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
     os.execv(told["argv"][0], told["argv"])
 
 

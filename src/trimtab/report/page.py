@@ -35,13 +35,13 @@ def html(record: Record, folder: pathlib.Path) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        finalize=shown,
     )
     rows = trial_table.rows(record)
     placed = {point.row for point in _charts.points(record, rows)}
     found = (_charts.ladder(record), _charts.pareto(record, rows), roofline(record))
     charts = {chart.name: chart for chart in found if chart is not None}
-    scripts = {name: _source(name) for name in ("theme", "app")} | {"plotly": _plotly()}
+    scripts = {name: source(name) for name in ("theme", "app")} | {"plotly": _plotly()}
     page = pages.get_template("report.jinja").render(
         record=record,
         words=words,
@@ -62,7 +62,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
         states=sorted({str(row.trial.state) for row in rows}),
         backends=sorted({row.trial.recipe.backend.name for row in rows}),
         charts=charts,
-        style=Markup(_source("style")),
+        style=Markup(source("style")),
         scripts={name: Markup(text) for name, text in scripts.items()},
         policy=policy(list(scripts.values())),
         data=Markup(embedded(_data(record, folder, rows, charts))),
@@ -79,11 +79,11 @@ def policy(scripts: Sequence[str]) -> str:
     )
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
     return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
     """Text for a template, without control characters, which HTML does not allow."""
     return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 

@@ -3,7 +3,7 @@
 ``PLAN`` is the JSON of the environment variable ``TRIMTAB_PLAN``:
 
 =============  ====================================================================================================
-``mode``       ``observe``, ``turns``, ``losses`` or ``run``
+``mode``       ``observe``, ``turns``, ``losses``, ``trace`` or ``run``
 ``anchor``     what ends a step, ``{"kind", "site", "index"}``; ``null``: decided in the process, as when observing
 ``settings``   JSON form of :class:`~trimtab.core.script_settings.ScriptSettings`
 ``steps``      how many to measure

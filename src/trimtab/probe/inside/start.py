@@ -18,6 +18,6 @@ def begin() -> None:
         importlib.import_module("trimtab.probe.inside.audit").guard()
     if PLAN.get("settings"):
         importlib.import_module("trimtab.probe.inside.remedies").apply(PLAN["settings"])
-    if mode in ("turns", "losses") and not IS_WORKER:
+    if mode in ("turns", "losses", "trace") and not IS_WORKER:
         importlib.import_module(f"trimtab.probe.inside.{mode}").start()
     os.register_at_fork(after_in_child=lambda: PLAN.update(mode="forked"))

@@ -1,0 +1,64 @@
+"""``trimtab tune``."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from trimtab._internal.files import typed
+from trimtab._internal.serialization import dumps
+from trimtab._internal.units import seconds
+from trimtab.cli._lazy import late
+from trimtab.cli._script import Module, Words, command_of, is_workload, lines
+from trimtab.errors import UsageError
+
+
+def tune_command(
+    script: Words = None,
+    module: Module = None,
+    budget: Annotated[str | None, typer.Option(metavar="TIME", help="About how long the whole takes [3m].")] = None,
+    out: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            parser=typed("trimtab.toml"),
+            metavar="PATH",
+            help="File for the settings [trimtab.toml beside the script]; run folder of a workload.",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a trimtab.toml that is there.")] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Let the script write where it writes.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin the study of a workload anew.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Find the settings that make a script faster with its losses unchanged.
+
+    They are written to trimtab.toml, which `trimtab run` applies. FILE.py:NAME names a
+    Workload(mode="train") instead of a script.
+
+    \b
+    Examples:
+      trimtab tune train.py -- --epochs 1
+      trimtab tune -m package.train -- --epochs 1
+      trimtab tune -- torchrun --nproc_per_node 2 train.py
+      trimtab tune workload.py:training --budget 2m
+    """
+    words = script or []
+    limit_s = None if budget is None else seconds(budget, "--budget")
+    if is_workload(words, module):
+        if len(words) > 1 or overwrite or in_place:
+            raise UsageError("A workload takes no arguments, and neither --overwrite nor --in-place; those are for scripts.")
+        tuned = late("api.tune").tune(words[0], budget=limit_s, out=out, fresh=fresh)
+        typer.echo(dumps(tuned) if json else tuned)
+        return 0
+    if fresh:
+        raise UsageError("--fresh is for workloads; a script's trimtab.toml is replaced with --overwrite.")
+    command = command_of(words, module)
+    tuning = late("probe.tuning")
+    limit_s = tuning.BUDGET_S if limit_s is None else limit_s
+    found = tuning.tune_script(
+        command, budget_s=limit_s, path=out, overwrite=overwrite, in_place=in_place, on_progress=lines(limit_s)
+    )
+    typer.echo(dumps(found) if json else found)
+    return 0

@@ -1,0 +1,305 @@
+"""What settings would bring to a script: the script is run with them and timed in turns with the script as written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.measurement import LEAST_GAIN, Interval
+from trimtab.core.script_settings import ScriptSettings
+from trimtab.errors import MeasurementError
+from trimtab.measure.host import others
+from trimtab.measure.pairs import PROCESS_NOISE, compare
+from trimtab.probe.command import Command
+from trimtab.probe.loss_runs import Losses, LossRuns, RunFailed
+from trimtab.probe.serving import ScriptEnded, ScriptFailed, ServedScript
+
+TIMING_SHARE = 0.6
+"""Share of the time for timing; the rest is for the comparison of losses."""
+LEAST_S, MOST_S = 2.0, 12.0
+"""Seconds of one comparison."""
+SHORT_SHARE, SHORTEST_S = 0.35, 0.2
+"""Share of the steps' time of a script that ended while it was watched for one comparison, and the least seconds."""
+MOST_REFINED = 3
+"""Settings that are measured twice if the first interval is not sure."""
+WIDTH = 0.03
+"""An interval that is narrower than this share of the ratio ends a comparison."""
+TRIES = 3
+"""Starts for one candidate of a script that ends before it is timed, each with half the seconds of the one before."""
+TOO_SHORT = "The script ends before enough of its steps can be timed; run it with more steps or epochs."
+OUT_OF_TIME = "There was no time left to measure it; give more with --budget."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was measured of some settings."""
+
+    settings: ScriptSettings
+    gain: Interval | None = None
+    """Speed-up of a step: time as written over time with the settings."""
+    losses: Losses = "not compared"
+    failed: str | None = None
+    """Why there is no gain, as a sentence."""
+    how: Literal["one process", "fresh processes"] = "one process"
+    one_thread: bool = False
+    """Whether both sides computed with one thread, because other processes used the CPUs."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether the script is surely faster and its losses are equal, or within rounding."""
+        return self.gain is not None and self.gain.faster and self.losses in ("equal", "within rounding")
+
+
+OnProgress = Callable[[str], None] | None
+
+
+def measure(
+    command: Command,
+    record: ProbeRecord,
+    settings: Sequence[ScriptSettings],
+    *,
+    seconds: float,
+    in_place: bool = False,
+    on_progress: OnProgress = None,
+) -> list[Outcome]:
+    """Measure each of ``settings`` against the script as written, within about ``seconds``.
+
+    Settings that can be switched between two steps are timed in turns in one process, which starts once. Settings that are
+    chosen when objects are made get a process of their own. Losses are compared for those that may be faster, the fastest
+    first. Settings with which the script crashes are ``failed`` with its last exception; the others go on.
+    """
+    return _Measuring(command, record, seconds, in_place, on_progress).run(settings)
+
+
+def confirm(
+    command: Command, record: ProbeRecord, settings: ScriptSettings, *, seconds: float, in_place: bool = False
+) -> Outcome:
+    """Measure ``settings`` against the script as written in fresh processes, and compare the losses."""
+    measuring = _Measuring(command, record, seconds, in_place, None)
+    outcome = measuring.in_fresh(settings, max(LEAST_S, TIMING_SHARE * seconds - 2 * record.start_s))
+    return measuring.with_losses(outcome)
+
+
+class _Measuring:
+    """One call of :func:`measure`."""
+
+    def __init__(self, command: Command, record: ProbeRecord, seconds: float, in_place: bool, on_progress: OnProgress) -> None:
+        self.command, self.record, self.in_place = command, record, in_place
+        self.begun, self.seconds = time.monotonic(), seconds
+        self.told = on_progress or (lambda words: None)
+        self.losses = LossRuns(command, record, in_place=in_place)
+        found = others()
+        self.busy = found if found is not None and found.busy else None
+        self.one_thread = self.busy is not None and record.threads > 1
+        self.base = ScriptSettings(threads=1) if self.one_thread else ScriptSettings()
+        """Of both sides of every comparison."""
+        if self.one_thread:
+            self.told(f"busy machine: {self.busy}, so that both sides are timed with one thread")
+
+    @property
+    def left(self) -> float:
+        """Seconds of the whole that are left."""
+        return self.begun + self.seconds - time.monotonic()
+
+    def run(self, settings: Sequence[ScriptSettings]) -> list[Outcome]:
+        found: dict[int, Outcome] = {}
+        fresh = [i for i, each in enumerate(settings) if each.fresh]
+        switched = [i for i, each in enumerate(settings) if not each.fresh]
+        found |= self._screen({i: settings[i] for i in switched}, len(fresh))
+        for place, i in enumerate(fresh):
+            self.told(f"in fresh processes: {described(settings[i])}")
+            seconds = self._seconds_for(len(fresh) - place, 2 * (len(fresh) - place))
+            found[i] = self.in_fresh(settings[i], seconds) if self._time_for(seconds) else _failed(settings[i], OUT_OF_TIME)
+        for i in sorted(found, key=lambda i: -_promise(found[i])):
+            if _promise(found[i]) > 1.0 and settings[i].without is None and self.left > self.losses.run_s:
+                self.told(f"comparing the losses: {described(settings[i])}")
+                found[i] = self.with_losses(found[i])
+        return [found[i] for i in range(len(settings))]
+
+    def _seconds_for(self, comparisons: int, starts: int) -> float:
+        """Seconds of one of the ``comparisons`` that are left, between which the script must be started ``starts`` times."""
+        spare = self.left - (1 - TIMING_SHARE) * self.seconds - starts * self.record.start_s
+        seconds = max(LEAST_S, min(MOST_S, spare / max(1, comparisons)))
+        if self.record.finished:  # a script of few steps is started again for each two or three comparisons
+            seconds = min(seconds, max(SHORTEST_S, SHORT_SHARE * self.record.run_s.get("steps", seconds)))
+        return seconds
+
+    def _time_for(self, seconds: float) -> bool:
+        return self.left > min(seconds, LEAST_S) + self.record.start_s
+
+    def _serve(self, settings: ScriptSettings) -> ServedScript:
+        return ServedScript(
+            self.command, self.record, settings, seconds=max(60.0, 2 * self.left), in_place=self.in_place
+        )  # fmt: skip
+
+    # in one process
+
+    def _screen(self, settings: dict[int, ScriptSettings], fresh: int) -> dict[int, Outcome]:
+        """Each of ``settings`` in one process, and in a new one after each that ended the script. ``fresh`` others follow."""
+        found: dict[int, Outcome] = {}
+        tries = dict.fromkeys(settings, 0)
+        waiting = list(settings)
+        while waiting:
+            if not self._time_for(LEAST_S):
+                return found | {i: _failed(settings[i], OUT_OF_TIME) for i in waiting}
+            first = waiting[0]
+            tries[first] += 1
+            try:
+                with self._serve(self.base) as script:
+                    while waiting and self.left > 0:
+                        i = waiting[0]
+                        self.told(described(settings[i]))
+                        seconds = self._seconds_for(len(waiting) + fresh, 2 * fresh)
+                        found[i] = self._switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
+                        waiting.pop(0)
+                    with contextlib.suppress(ScriptFailed, ScriptEnded, MeasurementError):  # what is known stands
+                        self._refine(script, found, fresh)
+            except ScriptFailed as error:
+                found[waiting[0]] = _failed(settings[waiting[0]], str(error))
+                waiting.pop(0)
+            except ScriptEnded:
+                if waiting[0] == first and tries[first] >= TRIES:
+                    found[first] = _failed(settings[first], TOO_SHORT)
+                    waiting.pop(0)
+            except MeasurementError as error:
+                return found | {i: _failed(settings[i], str(error)) for i in waiting}
+        return found
+
+    def _refine(self, script: ServedScript, found: dict[int, Outcome], fresh: int) -> None:
+        """Measure once more what may pay but is not sure, the most promising first, while time is left."""
+        unsure = [i for i, each in found.items() if each.gain is not None and each.settings.without is None]
+        unsure = [i for i in unsure if (gain := found[i].gain) and gain.value >= 1 + LEAST_GAIN and not gain.faster]
+        for n, i in enumerate(sorted(unsure, key=lambda i: -_promise(found[i]))[:MOST_REFINED]):
+            if self.left < (1 - TIMING_SHARE) * self.seconds + fresh * (LEAST_S + 2 * self.record.start_s) + LEAST_S:
+                return
+            self.told(f"once more: {described(found[i].settings)}")
+            again = self._switched(script, found[i].settings, self._seconds_for(len(unsure) - n + fresh, 2 * fresh))
+            before = found[i].gain
+            if again.gain is not None and before is not None and again.gain.width < before.width:
+                found[i] = again
+
+    def _switched(self, script: ServedScript, settings: ScriptSettings, seconds: float) -> Outcome:
+        if self.busy is not None and settings.threads is not None:
+            return _failed(settings, f"Numbers of threads cannot be compared now: {self.busy}.")
+        with _gone(script):
+            ratio = compare(
+                script.side(self.base.merged(settings)),
+                script.side(self.base),
+                width=WIDTH,
+                seconds=seconds,
+                min_quads=4,
+                process_noise=0.0,
+                pids={os.getpid(), script.process.pid},
+            ).ratio
+        return Outcome(settings=settings, gain=ratio, how="one process", one_thread=self.one_thread)
+
+    # in fresh processes
+
+    def in_fresh(self, settings: ScriptSettings, seconds: float) -> Outcome:
+        """``settings`` in a process of their own against a new one of the script as written."""
+        failed = TOO_SHORT
+        for attempt in range(TRIES):
+            try:
+                gain = self._pair(settings, seconds / 2**attempt)
+                return Outcome(settings=settings, gain=gain, how="fresh processes", one_thread=self.one_thread)
+            except ScriptEnded:
+                continue
+            except (ScriptFailed, MeasurementError) as error:
+                failed = str(error)
+                break
+        return dataclasses.replace(_failed(settings, failed), how="fresh processes")
+
+    def _pair(self, settings: ScriptSettings, seconds: float) -> Interval:
+        given = self.base.merged(settings)
+        with self._serve(given) as candidate, self._serve(self.base) as written, _gone(candidate, written):
+            return compare(
+                candidate.side(given),
+                written.side(self.base),
+                width=WIDTH,
+                seconds=seconds,
+                min_quads=4,
+                process_noise=PROCESS_NOISE,
+                pids={os.getpid(), candidate.process.pid, written.process.pid},
+            ).ratio
+
+    def with_losses(self, outcome: Outcome) -> Outcome:
+        """``outcome`` with its losses compared."""
+        if outcome.gain is None:
+            return outcome
+        try:
+            return dataclasses.replace(outcome, losses=self.losses.compare(outcome.settings))
+        except RunFailed as error:
+            return dataclasses.replace(outcome, gain=None, failed=str(error))
+
+
+@contextlib.contextmanager
+def _gone(*scripts: ServedScript) -> Iterator[None]:
+    """Turn a lost connection into the reason for which a script ended."""
+    try:
+        yield
+    except MeasurementError as error:
+        found = [script.why_gone(error) for script in scripts]
+        ended = [each for each in found if isinstance(each, ScriptEnded)]
+        raise (ended or found)[0] from error
+
+
+def _failed(settings: ScriptSettings, why: str) -> Outcome:
+    return Outcome(settings=settings, failed=why, how="fresh processes" if settings.fresh else "one process")
+
+
+def _promise(outcome: Outcome) -> float:
+    """The speed-up that is possible; 0 if there is none."""
+    return outcome.gain.high if outcome.gain is not None and outcome.gain.value > 1.0 else 0.0
+
+
+def described(settings: ScriptSettings) -> str:
+    """The settings in words: ``fused optimizer, trimmed padding``."""
+    words = {
+        "set_to_none": "gradients freed instead of zeroed",
+        "no_grad": "no gradients in evaluation mode",
+        "trim_padding": "trimmed padding",
+        "channels_last": "channels last",
+        "compile": "compiled modules",
+        "debug_off": "anomaly mode off",
+        "float32": "float32 instead of float64",
+        "keep_freed": "freed memory kept",
+    }
+    parts = []
+    for name, value in settings.changes().items():
+        if name == "threads":
+            parts.append(f"{value} thread{'s' if value != 1 else ''}")
+        elif name == "optimizer":
+            parts.append(f"{value} optimizer")
+        elif name == "autocast":
+            parts.append(f"{value} autocast")
+        elif name == "environment":
+            parts.append(", ".join(f"{key}={item}" for key, item in value.items()))
+        elif name == "loaders":
+            parts += [f"{_loader(found)} ({site})" for site, found in value.items()]
+        elif name == "without":
+            parts.append(f"without {value} (a ceiling)")
+        elif name == "files":
+            parts.append("the patched script")
+        else:
+            parts.append(words[name])
+    return ", ".join(parts) or "as written"
+
+
+def _loader(found: object) -> str:
+    fields = [(f.name, getattr(found, f.name)) for f in dataclasses.fields(found)]  # type: ignore[arg-type]
+    words = []
+    for name, value in fields:
+        if name == "workers" and value is not None:
+            words.append(f"{value} worker{'s' if value != 1 else ''}")
+        elif name == "batch_fetch" and value:
+            words.append("batched reading")
+        elif name == "prefetch" and value is not None:
+            words.append(f"{value} batches ahead")
+        elif name in ("persistent", "pin_memory") and value is not None:
+            words.append(f"{'' if value else 'no '}{'persistent workers' if name == 'persistent' else 'pinned memory'}")
+    return ", ".join(words) or "as written"

@@ -1,0 +1,191 @@
+"""``trimtab doctor``: watch a script, look for causes, measure what each remedy brings, and score the script."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+from trimtab._internal.text import counted
+from trimtab.core.diagnosis import Diagnosis, Patch, Together, saving, standing
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.core.measurement import Interval
+from trimtab.core.script_settings import ScriptSettings
+from trimtab.hardware.environment import Environment, known_peaks
+from trimtab.probe import counterfactuals
+from trimtab.probe.bound import bound
+from trimtab.probe.command import Command
+from trimtab.probe.counterfactuals import Outcome
+from trimtab.probe.findings import run_checks
+from trimtab.probe.observe import observe
+from trimtab.probe.patch import edited
+from trimtab.probe.score import score
+from trimtab.report.doctor_words import described
+
+Said = Callable[[str], None] | None
+BUDGET_S = 180.0
+WATCHING, SCREENING = 0.4, 0.7
+"""Shares of the budget, counted from its begin, after which watching and the measurement of single remedies end."""
+WARNING = 0.05
+"""A remedy that surely saves this share of a step is a warning."""
+LEAST_AGAIN_S = 10.0
+"""Seconds of timing that are worth another measurement."""
+STARTS = 2
+"""Fresh processes that a comparison needs at least."""
+
+
+def diagnose(
+    command: Command,
+    *,
+    words: Sequence[str] = (),
+    seconds: float = BUDGET_S,
+    steps: int = 40,
+    in_place: bool = False,
+    patch: bool = False,
+    on_progress: Said = None,
+) -> Diagnosis:
+    """Watch ``command`` for ``steps`` steps and measure the remedy of each finding, in at most ``seconds`` altogether.
+
+    ``patch`` makes a :class:`~trimtab.core.diagnosis.Patch` of the complete edits of the findings and measures its gain.
+
+    Raises:
+        UsageError: the script cannot be started.
+        WorkloadError: the script failed, or made no step that could be seen.
+    """
+    began = time.monotonic()
+    environment = Environment.capture()
+    record = observe(command, steps=steps, seconds=WATCHING * seconds, in_place=in_place, on_progress=on_progress)
+    _say(on_progress, f"first step after {record.start_s:.1f} s; each fresh process costs that")
+    found, notes = run_checks(record, environment)
+    asked = _Measured(command, record, in_place, on_progress)
+    outcomes = asked.single(found, SCREENING * seconds - (time.monotonic() - began))
+    findings = sorted((_judged(finding, outcomes) for finding in found), key=_order)
+    left = seconds - (time.monotonic() - began)
+    together = asked.together(findings, left / 2 if patch else left)
+    made = asked.patch(findings, seconds - (time.monotonic() - began)) if patch else None
+    return Diagnosis(
+        words=tuple(words) or (command.name,),
+        record=record,
+        findings=tuple(findings),
+        score=score(record, findings, together),
+        bound=bound(record, known_peaks(environment)),
+        together=together,
+        patch=made,
+        seconds=round(time.monotonic() - began, 3),
+        budget_s=seconds,
+        notes=(*notes, *asked.notes),
+    )
+
+
+def _say(on_progress: Said, sentence: str) -> None:
+    if on_progress is not None:
+        on_progress(sentence)
+
+
+def _judged(finding: Finding, outcomes: Sequence[Outcome]) -> Finding:
+    """``finding`` with what was measured, and the level that follows."""
+    own = next((one for one in outcomes if one.settings == finding.settings), None) if finding.settings else None
+    most = next((one for one in outcomes if one.settings == finding.ceiling), None) if finding.ceiling else None
+    changed: dict[str, object] = {"most": most.gain if most is not None else finding.most}
+    if own is not None:
+        changed |= {"gain": own.gain, "losses": own.losses, "unmeasured": own.failed if own.gain is None else _noise(own.gain)}
+    judged = dataclasses.replace(finding, **changed)  # type: ignore[arg-type]
+    if judged.level == "error":
+        return judged
+    return dataclasses.replace(judged, level="warning" if standing(judged) == "pays" and saving(judged) >= WARNING else "note")
+
+
+def _noise(gain: Interval) -> str | None:
+    """A clause if ``gain`` is too wide to tell anything."""
+    if not gain.unclear:
+        return None
+    return f"its speed-up is between {gain.bounds(' and ')}: the machine is too busy for the budget, or the script too short"
+
+
+def _order(finding: Finding) -> tuple[bool, float, float]:
+    """Errors first, then by the share of a step that the remedy saves; where that could not be told, by the share that the
+    evidence shows."""
+    worth = saving(finding)
+    measured = finding.most is not None and not finding.most.unclear
+    if standing(finding) == "not measured" or (standing(finding) == "advice" and not measured):
+        worth = finding.share or 0.0
+    return finding.level != "error", -worth, -(finding.share or 0.0)
+
+
+class _Measured:
+    """The measurements of one diagnosis."""
+
+    def __init__(self, command: Command, record: ProbeRecord, in_place: bool, on_progress: Said) -> None:
+        self._command, self._record, self._in_place, self._said = command, record, in_place, on_progress
+        self.notes: list[str] = []
+        """What was not measured, and why."""
+
+    def _spent(self, seconds: float) -> str | None:
+        """A clause if ``seconds`` are too few for a comparison."""
+        if seconds >= STARTS * self._record.start_s:
+            return None
+        start = f"a start takes {self._record.start_s:.0f} s"
+        return f"{max(seconds, 0):.0f} s of the budget were left and {start}; give a larger --budget"
+
+    def single(self, findings: Sequence[Finding], seconds: float) -> list[Outcome]:
+        """The outcomes of all remedies and ceilings of ``findings``, each measured once."""
+        found = [one for f in findings for one in (f.settings, f.ceiling) if one is not None and one.changes()]
+        wanted = [one for n, one in enumerate(found) if one not in found[:n]]
+        if not wanted:
+            return []
+        if spent := self._spent(seconds):
+            return [Outcome(settings=one, failed=spent) for one in wanted]
+        until = time.monotonic() + seconds
+        _say(self._said, f"measuring {counted(len(wanted), 'setting')} on the script itself")
+        outcomes = counterfactuals.measure(
+            self._command, self._record, wanted, seconds=seconds, in_place=self._in_place, on_progress=self._said
+        )
+        return self._again(outcomes, until)
+
+    def _again(self, outcomes: list[Outcome], until: float) -> list[Outcome]:
+        """``outcomes``; of those that tell nothing, the most promising are measured once more in the time that is left."""
+        vague = [one for one in outcomes if one.gain is not None and one.gain.unclear and one.settings.without is None]
+        for one in sorted(vague, key=lambda one: -one.gain.value if one.gain is not None else 0.0):
+            left = until - time.monotonic()
+            if left < LEAST_AGAIN_S + STARTS * self._record.start_s:
+                break
+            _say(self._said, f"measuring once more, in fresh processes: {described(one.settings)}")
+            found = self._confirmed(one.settings, left)
+            outcomes[outcomes.index(one)] = one if found.gain is None else found
+        return outcomes
+
+    def together(self, findings: Sequence[Finding], seconds: float) -> Together | None:
+        """All remedies that pay, measured together; ``None`` if fewer than two do."""
+        pays = [f.settings for f in findings if standing(f) == "pays" and f.settings is not None]
+        if len(pays) < 2:
+            return None
+        settings = ScriptSettings()
+        for one in reversed(pays):  # of two that set a field, the one with the larger gain wins
+            settings = settings.merged(one)
+        if spent := self._spent(seconds):
+            self.notes.append(f"All that pays together: {spent}.")
+            return Together(settings=settings, reason=spent)
+        _say(self._said, f"measuring all that pays together in fresh processes: {described(settings)}")
+        found = self._confirmed(settings, seconds)
+        if found.failed:
+            self.notes.append(f"All that pays together: {found.failed}")
+        return Together(settings=settings, gain=found.gain, losses=found.losses, reason=found.failed)
+
+    def patch(self, findings: Sequence[Finding], seconds: float) -> Patch | None:
+        """The patch of the complete edits, and its gain: the patched script in the overlay against the script as written."""
+        found, texts = edited(pathlib.Path(self._command.folder), findings)
+        if found is None:
+            return None
+        if self._record.contained != "overlay":
+            why = "the gain of a patch is measured in an overlay, which is not used or not allowed here"
+            return dataclasses.replace(found, reason=why)
+        if spent := self._spent(seconds):
+            return dataclasses.replace(found, reason=spent)
+        _say(self._said, f"measuring the patch for {', '.join(found.rules)} in fresh processes")
+        outcome = self._confirmed(ScriptSettings(files={str(path): text for path, text in texts.items()}), seconds)
+        return dataclasses.replace(found, gain=outcome.gain, losses=outcome.losses, reason=outcome.failed)
+
+    def _confirmed(self, settings: ScriptSettings, seconds: float) -> Outcome:
+        return counterfactuals.confirm(self._command, self._record, settings, seconds=seconds, in_place=self._in_place)

@@ -1,0 +1,120 @@
+"""Losses of the first steps, from equal seeds; without backward passes, the size of each output."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree
+
+from trimtab.probe.inside import hooks, roots, steps
+from trimtab.probe.inside.ending import leave
+from trimtab.probe.inside.plan import PLAN, rank
+from trimtab.probe.inside.remedies import padding
+
+SHAKE = 1e-6
+"""As :data:`trimtab.train.loss.loss_parity.SHAKE`."""
+FILE = "losses.json"
+
+
+def start() -> None:
+    """Record ``PLAN["steps"]`` steps, write ``losses.json`` into ``PLAN["out"]`` and end the process.
+
+    ``PLAN["shake"]`` is the number of a perturbation of the parameters, 0 for none; ``PLAN["still"]`` turns dropout off.
+    """
+    _seed()
+    losses: list[float] = []
+    outputs: list[float] = []
+    if PLAN.get("still"):
+        _without_dropout()
+    hooks.on_backward(losses.append)
+    roots.around_calls(_recording(outputs, int(PLAN.get("shake") or 0)))
+    written = False
+
+    def write() -> None:
+        nonlocal written
+        if written or rank() != 0:
+            return
+        written = True
+        path = os.path.join(PLAN["out"], FILE)
+        with open(f"{path}~", "w", encoding="utf-8") as file:
+            json.dump({"losses": losses, "outputs": outputs}, file)
+        os.replace(f"{path}~", path)
+
+    def ended(number: int) -> None:
+        if number >= int(PLAN.get("steps") or 40):
+            write()
+            leave()
+
+    steps.on_step_end(ended)
+    atexit.register(write)
+
+
+def _seed() -> None:
+    """Seed before the script does, whose own seeds come later and win."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+
+
+def _recording(outputs: list[float], shake: int) -> roots.Wrapper:
+    shaken: set[int] = set()
+    generator = torch.Generator().manual_seed(shake)
+
+    def record(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if shake and id(module) not in shaken:
+            shaken.add(id(module))
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    if parameter.is_floating_point():
+                        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                        parameter.mul_(1 + SHAKE * noise)
+        output = call(*args, **kwargs)
+        if next(module.parameters(), None) is not None:
+            outputs.append(_size(module, args, kwargs, output))
+        return output
+
+    return record
+
+
+def _size(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
+    """The mean absolute value of the first floating-point output, where the batch is no padding."""
+    first = next((leaf for leaf in _pytree.tree_leaves(output) if _is_float(leaf)), None)
+    if first is None:
+        return 0.0
+    first = first.detach().double().abs()
+    excluded = padding.excluded(module, args, kwargs)
+    if excluded is not None and first.shape[:2] == excluded.shape:
+        first = first[~excluded]
+    return float(first.mean()) if first.numel() else 0.0
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _without_dropout() -> None:
+    """Dropout lets everything pass: in another memory format it would hit other values, and every loss would differ."""
+
+    def passing(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return input
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(functional, name, passing)
+    attention = functional.scaled_dot_product_attention
+
+    def still(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = still

@@ -1,0 +1,187 @@
+"""Phases of a step that are left out, to measure at most how much a remedy for them can bring. Never applied for use."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from trimtab.probe.inside.roots import around_calls
+
+_now: dict[str, str | None] = {"without": None}
+_installed: set[str] = set()
+
+
+def switch(settings: Mapping[str, Any]) -> None:
+    """Apply ``without``."""
+    phase = settings.get("without")
+    _now["without"] = phase
+    if phase is not None and phase not in _installed:
+        _installed.add(phase)
+        _INSTALL[phase]()
+    if phase == "logging":
+        _silence_writers()  # the script may have imported them since
+
+
+def _skipped(phase: str, function: Callable[..., Any], instead: Callable[..., Any] = lambda *args, **kwargs: None) -> Any:
+    """``function``, or ``instead`` while ``phase`` is left out."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead(*args, **kwargs) if _now["without"] == phase else function(*args, **kwargs)
+
+    return call
+
+
+# data: the last batch of the same data set again
+
+
+_ITERATORS = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+_last: dict[int, Any] = {}
+"""Id of a data set -> its last batch."""
+
+
+def _replay_data() -> None:
+    for kind in _ITERATORS:
+        setattr(kind, "_next_data", _replaying(kind._next_data))  # noqa: B010 - mypy knows it as a method
+
+
+def _replaying(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def replay(self: Any) -> Any:
+        key = id(self._dataset)
+        if _now["without"] != "data":
+            return read(self)
+        if key not in _last:
+            _last[key] = read(self)
+        elif self._num_yielded >= _batches(self):
+            raise StopIteration
+        return _pytree.tree_map(lambda leaf: leaf, _last[key])  # new containers, because scripts take entries out of them
+
+    return replay
+
+
+def _batches(iterator: Any) -> float:
+    """Of an epoch; a stream has no end."""
+    try:
+        return len(iterator._index_sampler)
+    except TypeError:
+        return float("inf")
+
+
+# logging: writers, print and progress bars do nothing
+
+
+_WRITERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "torch.utils.tensorboard.writer": {"SummaryWriter": ("add_*", "flush")},
+    "tensorboardX.writer": {"SummaryWriter": ("add_*", "flush")},
+    "tqdm.std": {"tqdm": ("display", "refresh", "set_postfix", "set_postfix_str", "set_description")},
+    "wandb.sdk.wandb_run": {"Run": ("log",)},
+    "mlflow.tracking.fluent": {"": ("log_metric", "log_metrics", "log_param", "log_params")},
+}
+_silenced: set[tuple[str, str, str]] = set()
+
+
+def _silence() -> None:
+    builtins.print = _skipped("logging", builtins.print)
+    logging.Logger._log = _skipped("logging", logging.Logger._log)  # type: ignore[method-assign]
+
+
+def _silence_writers() -> None:
+    for module, kinds in _WRITERS.items():
+        for kind, patterns in kinds.items() if module in sys.modules else ():
+            owner = getattr(sys.modules[module], kind, None) if kind else sys.modules[module]
+            for name in dir(owner):
+                fits = any(name == each or (each.endswith("*") and name.startswith(each[:-1])) for each in patterns)
+                if fits and (module, kind, name) not in _silenced:
+                    _silenced.add((module, kind, name))
+                    setattr(owner, name, _skipped("logging", getattr(owner, name)))
+
+
+# synchronization: the value that the same line read last
+
+
+_values: dict[tuple[Any, int, str], Any] = {}
+
+
+def _reuse_values() -> None:
+    for name in ("item", "tolist", "__float__", "__int__"):
+        setattr(torch.Tensor, name, _reused(name, getattr(torch.Tensor, name)))
+
+
+def _reused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def read(self: torch.Tensor) -> Any:
+        if _now["without"] != "synchronization":
+            return function(self)
+        frame = sys._getframe(1)
+        key = (frame.f_code, frame.f_lineno, name)
+        if key not in _values:
+            _values[key] = function(self)
+        return _values[key]
+
+    return read
+
+
+# evaluation: loops over a loader end after the first batch that a module in evaluation mode took
+
+
+_evaluating: dict[str, Any] = {"reader": None, "call": False}
+_trained_on: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Iterators whose batches a module in training mode took."""
+
+
+def _end_evaluations() -> None:
+    def note(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        reader = _evaluating["reader"]
+        if module.training and reader is not None:
+            _trained_on.add(reader)
+        _evaluating["call"] = not module.training
+        return call(*args, **kwargs)
+
+    around_calls(note)
+    for kind in _ITERATORS:
+        setattr(kind, "_next_data", _ending(kind._next_data))  # noqa: B010 - as above
+
+
+def _ending(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def end(self: Any) -> Any:
+        evaluates = _evaluating["reader"] is self and _evaluating["call"] and self not in _trained_on
+        _evaluating.update(reader=self, call=False)
+        if _now["without"] == "evaluation" and evaluates:
+            raise StopIteration
+        return read(self)
+
+    return end
+
+
+# saving: files stay empty
+
+
+def _empty_file(value: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+    if isinstance(f, (str, os.PathLike)):
+        with open(f, "wb"):
+            pass
+
+
+def _save_nothing() -> None:
+    torch.save = _skipped("saving", torch.save, _empty_file)
+    torch.serialization.save = torch.save
+
+
+_INSTALL: Mapping[str, Callable[[], None]] = {
+    "data": _replay_data,
+    "logging": _silence,
+    "synchronization": _reuse_values,
+    "evaluation": _end_evaluations,
+    "saving": _save_nothing,
+}

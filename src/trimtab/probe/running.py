@@ -1,0 +1,57 @@
+"""Run a script with the settings of ``trimtab.toml``: this process becomes the script's."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+from typing import NoReturn
+
+from trimtab._internal.serialization import to_json
+from trimtab.probe import configuration, launch
+from trimtab.probe.command import Command
+
+OFF = "off"
+
+
+def run(command: Command, *, path: pathlib.Path | None = None, anyway: bool = False) -> NoReturn:
+    """Replace this process by that of ``command``, with the settings that ``trimtab tune`` found.
+
+    Where the script, its loaders' files, the machine or torch differ from what they were, one line on standard error says so
+    and the script runs as written, unless ``anyway``. ``TRIMTAB=off`` runs it as written. Nothing is printed on standard
+    output; exit code, signals and terminal are the script's.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    path = command.folder / configuration.FILE if path is None else path
+    environment = dict(os.environ)
+    if os.environ.get("TRIMTAB") != OFF:
+        environment |= _changes(command, path, anyway)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and a new program must not
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    os.execvpe(command.argv[0], list(command.argv), environment)
+
+
+def _changes(command: Command, path: pathlib.Path, anyway: bool) -> dict[str, str]:
+    """Environment variables to set; none where the script is to run as written."""
+    if not path.exists():
+        _say(f"there is no {path}: the script runs as written; trimtab tune writes it")
+        return {}
+    found = configuration.Configuration.read(path)
+    differences = found.differences(command)
+    if differences:
+        ending = "applied anyway" if anyway else "the script runs as written; tune again, or give --anyway"
+        _say(f"{', '.join(differences)}: {ending}")
+        if not anyway:
+            return {}
+    plan = {"mode": "run", "settings": to_json(found.settings), "folder": str(command.folder)}
+    return launch.environment(plan)
+
+
+def _say(words: str) -> None:
+    print(f"trimtab: {words}", file=sys.stderr, flush=True)

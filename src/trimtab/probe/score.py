@@ -1,0 +1,74 @@
+"""The score of a script: 100 less the share of the time that measured remedies save."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterable, Sequence
+
+from trimtab.core.diagnosis import Category, Score, Together, saving, standing
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.finding import Finding
+from trimtab.report.doctor_words import remedy
+
+CATEGORIES: tuple[str, ...] = typing.get_args(Category)
+GROWTH = "memory_growth"
+"""The check whose finding is scored by memory instead of time."""
+
+
+def score(record: ProbeRecord, findings: Sequence[Finding], together: Together | None = None) -> Score:
+    """The total and one score per category.
+
+    Remedies that pay count with their measured gain; all of them with the gain that was measured together, if it was. Advice
+    counts with its measured ceiling. Category ``memory`` is also lowered by the share of the peak that grows without bound.
+    """
+    pays = [finding for finding in findings if standing(finding) == "pays"]
+    joint = _left(pays)
+    if together is not None and together.gain is not None:
+        joint = 1 / together.gain.value if together.gain.faster else min((1 - saving(one) for one in pays), default=1.0)
+    advice = _left(_ceilings(findings))
+    left = joint * advice
+    categories = {}
+    for name in CATEGORIES:
+        own = [finding for finding in findings if finding.category == name]
+        alone = max(_left(f for f in own if standing(f) == "pays"), joint) * _left(_ceilings(own))
+        categories[name] = _points(alone - (_grown(record, own) if name == "memory" else 0.0))
+    first = next((finding for finding in findings if finding.level == "error" or saving(finding) > 0), None)
+    return Score(
+        total=_points(left),
+        categories=categories,
+        saved=round(1 - left, 4),
+        first=None if first is None else remedy(first),
+        unmeasured=sum(map(_unknown, findings)),
+    )
+
+
+def _ceilings(findings: Iterable[Finding]) -> list[Finding]:
+    """Advice with a measured ceiling, one for each thing that is left out: two findings may share a ceiling."""
+    found = {f.ceiling.without: f for f in findings if f.ceiling is not None and standing(f) != "pays" and saving(f) > 0}
+    return list(found.values())
+
+
+def _unknown(finding: Finding) -> bool:
+    """Whether the remedy of ``finding``, or the most that advice can bring, could be measured and is not known."""
+    if standing(finding) == "advice":
+        return finding.ceiling is not None and (finding.most is None or finding.most.unclear)
+    return standing(finding) == "not measured"
+
+
+def _left(findings: Iterable[Finding]) -> float:
+    """Share of the time that is left with all remedies, if their gains multiply."""
+    return math.prod(1 - saving(finding) for finding in findings)
+
+
+def _grown(record: ProbeRecord, findings: Sequence[Finding]) -> float:
+    """Share of the peak memory that grew over the measured steps, if a finding says that it grows without bound."""
+    memory = record.memory
+    if memory is None or memory.peak_mb <= 0 or not any(finding.rule == GROWTH for finding in findings):
+        return 0.0
+    return min(max(memory.growth_mb, 0.0) * record.steps / memory.peak_mb, 1.0)
+
+
+def _points(left: float) -> int:
+    """Points, rounded down so that 100 means that nothing measured is left."""
+    return max(0, min(100, math.floor(100 * left + 1e-9 + (0.5 if left < 0.99 else 0.0))))

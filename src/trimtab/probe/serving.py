@@ -1,0 +1,168 @@
+"""A script in a process of its own, whose steps are timed on request."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import statistics
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from trimtab._internal.serialization import to_json
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.script_settings import ScriptSettings
+from trimtab.errors import MeasurementError
+from trimtab.measure.remote import RemoteRunner
+from trimtab.measure.timer import Sample
+from trimtab.probe.command import Command
+from trimtab.probe.launch import ScriptProcess
+from trimtab.probe.patch import moved
+
+SOCKET = "turns"
+POLL_S = 0.02
+CONNECT_S = 20.0
+ENDS_S = 5.0
+"""Seconds that a process may take to end after its connection was lost."""
+SLOWER_START = 3.0
+"""Factor on the time to the first step after which a start counts as failed: two processes that start at once take longer."""
+
+
+class ScriptFailed(Exception):
+    """The script ended with an error; the message is its sentence."""
+
+
+class ScriptEnded(Exception):
+    """The script ended by itself, before enough steps were timed."""
+
+
+class ServedScript:
+    """The script with ``settings``, waiting at the end of its first step. It is a context manager, which ends the script.
+
+    Raises:
+        ScriptFailed, ScriptEnded: on entering.
+        MeasurementError: no step ended in time.
+    """
+
+    def __init__(
+        self, command: Command, record: ProbeRecord, settings: ScriptSettings, *, seconds: float, in_place: bool
+    ) -> None:
+        self._key = secrets.token_hex(16)
+        self._seconds = max(20.0, min(seconds, SLOWER_START * record.start_s + 20.0))
+        self._limit_s = max(30.0, seconds)
+        anchor = anchor_of(record) | {"site": moved(record.anchor_site, command.folder, settings.files)}
+        plan = {"mode": "turns", "anchor": anchor, "settings": to_json(settings), "key": self._key}
+        self.has_workers = any(loader.workers for loader in record.loaders) or any(
+            loader.workers for loader in settings.loaders.values()
+        )
+        """Whether other processes read the data, whose waiting for a core the script's own threads do not show."""
+        self.current: dict[str, Any] = to_json(settings)
+        self.process = ScriptProcess(command, plan, in_place=in_place)
+
+    def __enter__(self) -> Self:
+        self.process.__enter__()
+        try:
+            address = self.process.out / SOCKET
+            deadline = time.monotonic() + self._seconds
+            while not address.exists():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise MeasurementError(
+                        f"No step of the script ended within {self._seconds:.0f} s, where its first step took "
+                        "less when it was watched. Give more time with --budget."
+                    )
+                time.sleep(POLL_S)
+            self.remote = RemoteRunner(address, bytes.fromhex(self._key), connect_s=CONNECT_S, timeout_s=self._limit_s)
+        except BaseException:
+            self.process.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with contextlib.suppress(AttributeError):
+            self.remote.close()
+        self.process.__exit__(kind, error, trace)
+
+    def check(self) -> None:
+        """Raise if the script is not running any more."""
+        code = self.process.poll()
+        if code is None:
+            return
+        if code == 0:
+            raise ScriptEnded
+        raise ScriptFailed(failure(self.process.log(200), code))
+
+    def why_gone(self, error: MeasurementError) -> Exception:
+        """What ``error``, which a lost connection gave, was about."""
+        deadline = time.monotonic() + ENDS_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        try:
+            self.check()
+        except (ScriptEnded, ScriptFailed) as found:
+            return found
+        return ScriptFailed(str(error))
+
+    def side(self, settings: ScriptSettings) -> Turns:
+        """A runner whose blocks run with ``settings``."""
+        return Turns(self, settings)
+
+
+class Turns:
+    """A :class:`~trimtab.measure.timer.Runner` of the steps of a script with some settings, switched to before a block.
+
+    All calls of a block get their mean: what steps cost now and then, as for a log or a longer batch, counts with its share.
+    """
+
+    def __init__(self, script: ServedScript, settings: ScriptSettings) -> None:
+        self._script, self._settings = script, to_json(settings)
+        self.pid = script.remote.pid
+        single = script.remote.threads == 1 and settings.threads in (None, 1) and not script.has_workers
+        self.threads = 1 if single else None
+
+    def block(self, calls: int) -> list[int]:
+        """Nanoseconds of each of ``calls`` steps."""
+        self._switch()
+        ns = self._script.remote.block(calls)
+        return [round(statistics.fmean(ns))] * len(ns) if ns else ns
+
+    def samples(self, count: int, calls: int) -> list[Sample]:
+        """``count`` samples of ``calls`` steps each."""
+        self._switch()
+        return self._script.remote.samples(count, calls)
+
+    def pace(self) -> int:
+        """Nanoseconds of a fixed piece of work on the core of the script's process."""
+        return self._script.remote.pace()
+
+    def _switch(self) -> None:
+        if self._script.current != self._settings:
+            self._script.remote.change(self._settings)
+            self._script.current = self._settings
+
+
+def anchor_of(record: ProbeRecord) -> dict[str, Any]:
+    """The plan's ``anchor`` for the steps of ``record``."""
+    return {"kind": record.anchor, "site": record.anchor_site, "index": 0}
+
+
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failed)\b.*)$")
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def failure(log: str, code: int) -> str:
+    """One sentence about a script that failed: the last exception of its log with the line of the script, or its exit code."""
+    lines = log.splitlines()
+    for i in range(len(lines) - 1, -1, -1):
+        match = _ERROR.match(lines[i])
+        if match is None:
+            continue
+        above = [found for line in lines[max(0, i - 60) : i] if (found := _LINE.search(line))]
+        own = [found for found in above if "site-packages" not in found[1] and "/lib/python" not in found[1]]
+        where = f" ({os.path.basename(own[-1][1])}:{own[-1][2]})" if own else ""
+        return f"{match[1][:300].rstrip('.')}{where}."
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return f"The script ended with {ended}" + (f": {last[:200]}" if last else ".")

@@ -1,0 +1,171 @@
+"""Find the settings that make an unmodified script faster and leave its losses as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+from trimtab.core.evidence import ProbeRecord
+from trimtab.core.measurement import LEAST_GAIN
+from trimtab.core.script_settings import ScriptSettings
+from trimtab.hardware.environment import Environment
+from trimtab.probe import configuration
+from trimtab.probe.candidates import candidates
+from trimtab.probe.command import Command
+from trimtab.probe.configuration import Conditions, Configuration, Evidence
+from trimtab.probe.counterfactuals import Outcome, confirm, described, measure
+from trimtab.probe.findings import run_checks
+from trimtab.probe.loss_runs import LossRuns
+from trimtab.probe.observe import observe
+
+BUDGET_S = 180.0
+WATCH_SHARE, CONFIRM_SHARE = 0.2, 0.3
+"""Shares of the time for watching the script, and for confirming what pays."""
+STEPS = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TunedScript:
+    """The result of :func:`tune_script`; ``str()`` is a report."""
+
+    record: ProbeRecord
+    outcomes: tuple[Outcome, ...]
+    """Of every candidate, the fastest first."""
+    kept: ScriptSettings
+    """What pays; the default if nothing does."""
+    confirmed: Outcome | None
+    """All kept settings together against the script as written, in fresh processes."""
+    configuration: Configuration | None
+    """What was written, or ``None`` if nothing pays."""
+    path: pathlib.Path
+    seconds: float
+
+    def __str__(self) -> str:
+        one = " Busy machine: both sides were timed with one thread." if any(each.one_thread for each in self.outcomes) else ""
+        step = f"a step takes {self.record.step_ms:.4g} ms as written ({self.record.anchor} at {self.record.anchor_site}).{one}"
+        lines = [step, *(_line(outcome) for outcome in self.outcomes)]
+        if self.configuration is None or self.confirmed is None or self.confirmed.gain is None:
+            lines.append("Nothing that can be applied from outside makes this script surely faster; it stays as written.")
+        else:
+            lines.append(
+                f"kept: {described(self.kept)}\ntogether {self.confirmed.gain.times()} in fresh processes, losses "
+                f"{self.confirmed.losses}; written to {self.path}"
+            )
+        return "\n".join(lines)
+
+
+def tune_script(
+    command: Command,
+    *,
+    budget_s: float = BUDGET_S,
+    path: pathlib.Path | None = None,
+    overwrite: bool = False,
+    in_place: bool = False,
+    settings: Sequence[ScriptSettings] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> TunedScript:
+    """Measure the settings that fit a script, keep those that make it surely faster with its losses equal or within rounding,
+    confirm them together in fresh processes, and write ``trimtab.toml``.
+
+    Args:
+        budget_s: about how many seconds the whole takes.
+        path: of the file; default ``trimtab.toml`` in the script's folder.
+        settings: what to try; default :func:`to_try`.
+
+    Raises:
+        UsageError: the file is there and ``overwrite`` is false.
+        WorkloadError: the script fails as written.
+    """
+    path = command.folder / configuration.FILE if path is None else path
+    configuration.refuse_existing(path, overwrite)
+    told, begun = on_progress or (lambda words: None), time.monotonic()
+    told(f"watching {command.name}")
+    record = observe(command, steps=STEPS, seconds=WATCH_SHARE * budget_s, in_place=in_place)
+    if record.network:
+        told(f"each further run connects to {', '.join(record.network)}, as the script does")
+    wanted = list(to_try(record, Environment.capture()) if settings is None else settings)
+    left = budget_s - (time.monotonic() - begun) - CONFIRM_SHARE * budget_s
+    outcomes = measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told) if wanted else []
+    outcomes = sorted(outcomes, key=lambda each: -(each.gain.value if each.gain else 0.0))
+    kept, confirmed = ScriptSettings(), None
+    for choice in _choices(outcomes):
+        told(f"confirming in fresh processes: {described(choice)}")
+        seconds = max(0.5 * CONFIRM_SHARE * budget_s, budget_s - (time.monotonic() - begun))
+        confirmed = confirm(command, record, choice, seconds=seconds, in_place=in_place)
+        if confirmed.pays:
+            kept = choice
+            break
+        if time.monotonic() - begun > budget_s:
+            break
+    found = None
+    if kept.changes() and confirmed is not None and confirmed.gain is not None:
+        gain = confirmed.gain
+        found = Configuration(
+            command=configuration.spoken(command),
+            files=configuration.fingerprints(command, kept),
+            settings=kept,
+            conditions=Conditions.here(),
+            evidence=Evidence(
+                speedup=(gain.value, gain.low, gain.high),
+                losses=confirmed.losses,
+                steps=LossRuns(command, record).steps,
+                step_ms=record.step_ms,
+                one_thread=confirmed.one_thread,
+            ),
+        )
+        found.write(path, overwrite=overwrite)
+    return TunedScript(
+        record=record,
+        outcomes=tuple(outcomes),
+        kept=kept,
+        confirmed=confirmed,
+        configuration=found,
+        path=path,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def to_try(record: ProbeRecord, environment: Environment) -> list[ScriptSettings]:
+    """The remedies of the checks' findings, the clearest first, then :func:`~trimtab.probe.candidates.candidates` that change
+    something else.
+
+    Compilation is not among them, because its seconds pay off in long runs only, and neither is lower precision, because losses
+    would differ.
+    """
+    findings, _ = run_checks(record, environment)
+    given = [finding.settings for finding in findings if finding.settings is not None]
+    found = list[ScriptSettings]()
+    for settings in [*given, *candidates(record, environment)]:
+        if settings.compile or settings.autocast is not None or settings.without is not None or not settings.changes():
+            continue
+        if settings not in found:
+            found.append(settings)
+    return sorted(found, key=lambda settings: settings.threads is not None)  # a busy machine cannot tell about threads
+
+
+def _choices(outcomes: Sequence[Outcome]) -> list[ScriptSettings]:
+    """What to confirm, in this order: all that is surely faster, merged; the best alone, in case that the settings do not add
+    up. If nothing is surely faster, all that may be. Losses that were not compared yet are compared by the confirmation."""
+    known = [each for each in outcomes if each.settings.without is None and each.losses != "different"]
+    paying = [each for each in known if each.gain is not None and each.gain.faster]
+    likely = [each for each in known if each.gain is not None and each.gain.value >= 1 + LEAST_GAIN]
+    chosen = paying or likely
+    merged = ScriptSettings()
+    for outcome in chosen:  # the fastest first; of several for one loader, or one field, only that
+        changes = outcome.settings.changes()
+        sites = set(changes.pop("loaders", {})) & set(merged.loaders)
+        if not sites and not changes.keys() & merged.changes().keys():
+            merged = merged.merged(outcome.settings)
+    alone = [chosen[0].settings] if chosen and chosen[0].settings != merged else []
+    return [merged, *alone] if chosen else []
+
+
+def _line(outcome: Outcome) -> str:
+    words = described(outcome.settings)
+    if outcome.gain is None:
+        return f"  {'-':<26} {words}: {outcome.failed}"
+    losses = "" if outcome.losses == "not compared" else f"losses {outcome.losses}"
+    verdict = "faster" if outcome.gain.faster else "slower" if outcome.gain.slower else "not sure"
+    return f"  {outcome.gain.times():<26} {words:<44} {losses:<23} {verdict}".rstrip()

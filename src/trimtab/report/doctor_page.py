@@ -1,0 +1,64 @@
+"""A diagnosis, and a profile, as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from trimtab.core.diagnosis import Diagnosis, standing
+from trimtab.report import doctor_text, doctor_trace
+from trimtab.report import doctor_words as said
+from trimtab.report import formatting as words
+from trimtab.report.page import FOLDER, policy, shown, source
+
+BADGES = {"error": "bad", "warning": "warn", "note": ""}
+
+
+def html(diagnosis: Diagnosis) -> str:
+    """``diagnosis`` as a page that fetches nothing."""
+    record = diagnosis.record
+    spans, height, span_ms = doctor_trace.boxes(record)
+    longest = max((one.ms for one in record.operators), default=0.0)
+    return _rendered(
+        "doctor.jinja",
+        diagnosis=diagnosis,
+        record=record,
+        name=shlex.join(diagnosis.words),
+        poor=diagnosis.score.total < doctor_text.POOR,
+        shares=said.shares(record),
+        colour=doctor_trace.colour,
+        rows=[(finding, standing(finding)) for finding in diagnosis.findings],
+        badges=BADGES,
+        spans=spans,
+        span_height=height,
+        span_ms=span_ms,
+        row_height=doctor_trace.ROW,
+        memory=said.memory(record),
+        curve="" if record.memory is None else doctor_trace.curve(record.memory.curve),
+        steps=doctor_trace.curve(tuple(enumerate(record.times_ms))),
+        longest=longest,
+    )
+
+
+def profile_html(profile: Any) -> str:
+    """A :class:`~trimtab.api.profile.Profile` as a page that fetches nothing."""
+    return _rendered("profile.jinja", profile=profile)
+
+
+def _rendered(template: str, **values: Any) -> str:
+    pages = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=shown,
+    )
+    theme = source("theme")
+    page = pages.get_template(template).render(
+        said=said, words=words, style=Markup(source("style")), theme=Markup(theme), policy=policy([theme]), **values
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,177 @@
+"""A diagnosis for a terminal."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from trimtab._internal.text import plain
+from trimtab.core.diagnosis import Diagnosis, standing
+from trimtab.core.finding import Finding
+from trimtab.core.measurement import Interval
+from trimtab.report import doctor_words as said
+from trimtab.report import formatting as words
+
+POOR = 70
+"""A total below this is the first line."""
+LINES, OPERATORS, WRITES = 5, 4, 6
+"""Most lines of code, operators and written files that are listed."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
+_GAIN = 23
+"""Columns of a gain."""
+
+
+def text(diagnosis: Diagnosis, columns: int | None = None) -> str:
+    """``diagnosis`` for a terminal of ``columns``, of which at most 100 are used."""
+    width = words.columns(columns)
+    sections = (_verdict, _step, _remedies, _advice, _declined, _open, _effects, _end)
+    blocks = [list(section(diagnosis)) for section in sections]
+    lines = [line for block in blocks if block for line in block]
+    return "\n".join(part for line in lines for part in _wrapped(line, width)).replace(NO_BREAK, " ")
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    indent = len(line) - len(line.lstrip())
+    hang = " " * (indent + 2)
+    return textwrap.wrap(plain(line), width, subsequent_indent=hang, break_on_hyphens=False, break_long_words=False) or [""]
+
+
+def _name(diagnosis: Diagnosis) -> str:
+    return shlex.join(diagnosis.words)
+
+
+def _verdict(diagnosis: Diagnosis) -> Iterator[str]:
+    score = diagnosis.score
+    if score.total < POOR:
+        yield f"{_name(diagnosis)} is slow: {score.sentence}"
+    for finding in diagnosis.findings:
+        if finding.level == "error":
+            where = f"{finding.where}: " if finding.where else ""
+            yield f"error: {where}{finding.message}"
+
+
+def _step(diagnosis: Diagnosis) -> Iterator[str]:
+    record = diagnosis.record
+    yield f"{said.step(record)}, {said.CONTAINED[record.contained]}."
+    split = said.shares(record)
+    if split:
+        yield (
+            "  "
+            + "  ".join(f"{name} {share:.1%}" for name, _, share in split)
+            + f"  ={NO_BREAK}{sum(s for *_, s in split):.1%}"
+        )
+    if parts := said.run_parts(record):
+        yield "  of the run: " + ", ".join(f"{name} {words.duration(seconds)}" for name, seconds in parts)
+    for line in record.lines[:LINES]:
+        yield f"  {line.share:>6.1%}  {line.phase:<9} {line.site}  {words.clipped(line.text, 56)}"
+    if record.operators:
+        total = sum(one.ms for one in record.operators)
+        slowest = record.operators[:OPERATORS]
+        yield "  operators: " + ", ".join(f"{one.name} {one.ms / total:.0%}" for one in slowest if total)
+    yield f"  bound by {diagnosis.bound.kind}: {diagnosis.bound.sentence}"
+    if memory := said.memory(record):
+        yield f"  memory: {memory}"
+
+
+def _row(gain: Interval | None, what: str) -> str:
+    return f"  {said.gain(gain):<{_GAIN}} {what}"
+
+
+def _remedies(diagnosis: Diagnosis) -> Iterator[str]:
+    pays = [finding for finding in diagnosis.findings if standing(finding) == "pays"]
+    if not pays:
+        measured = any(finding.gain is not None or finding.most is not None for finding in diagnosis.findings)
+        yield "No remedy that can be applied from outside was surely faster." if measured else "No remedy was measured."
+        return
+    yield "remedies, measured on this script in turns with it as written"
+    for finding in pays:
+        yield _row(finding.gain, f"{said.remedy(finding)}; {said.losses(finding)}. {_why(finding)}")
+    if (together := diagnosis.together) is not None and together.gain is not None:
+        yield f"all that pays together: {together.gain.times()}, in fresh processes; losses {together.losses}"
+
+
+def _why(finding: Finding) -> str:
+    return finding.message.rstrip(".") + "."
+
+
+def _advice(diagnosis: Diagnosis) -> Iterator[str]:
+    advice = [f for f in diagnosis.findings if standing(f) in ("advice", "other losses") and f.level != "error"]
+    patch = diagnosis.patch
+    if advice:
+        yield "advice, with the most that it can bring"
+    for finding in advice:
+        if standing(finding) == "other losses":
+            yield _row(
+                finding.gain, f"{said.remedy(finding)}: {said.losses(finding)}, so it is another training. {_why(finding)}"
+            )
+            continue
+        yield f"  {_most(finding):<{_GAIN}} {_advised(finding)}"
+    if patch is not None:
+        gain = f"measured {patch.gain.times()}; losses {patch.losses}" if patch.gain is not None else f"{patch.reason}"
+        yield f"patch for {', '.join(patch.rules)}: {gain}"
+        yield from (f"  not in the patch: {reason}" for reason in patch.left_out)
+
+
+def _most(finding: Finding) -> str:
+    """The measured ceiling of advice, or the share of a step that its evidence shows."""
+    if finding.most is not None and not finding.most.vague:
+        return f"at most {max(finding.most.value, 1.0):.2f}x"
+    if finding.most is not None and not finding.most.unclear:
+        return f"at most {finding.most.bounds()}x"
+    return "" if not finding.share else f"{finding.share:.0%} of a step"
+
+
+def _advised(finding: Finding) -> str:
+    """The message, which says what to do, behind its line."""
+    known = finding.where is None or finding.where in finding.message
+    return _why(finding) if known else f"{finding.where}: {_why(finding)}"
+
+
+def _declined(diagnosis: Diagnosis) -> Iterator[str]:
+    lost = [finding for finding in diagnosis.findings if standing(finding) == "no gain"]
+    if lost:
+        yield "declined, because they are not surely faster here"
+    for finding in lost:
+        yield _row(finding.gain, said.remedy(finding))
+
+
+def _open(diagnosis: Diagnosis) -> Iterator[str]:
+    left = [finding for finding in diagnosis.findings if standing(finding) == "not measured"]
+    notes = _distinct([*diagnosis.notes, *diagnosis.record.notes])
+    if left or notes:
+        yield "not measured"
+    for finding in left:
+        yield f"  {said.remedy(finding)}: {said.unmeasured(finding)}. {_why(finding)}"
+    yield from (f"  {note}" for note in notes)
+
+
+def _distinct(lines: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
+
+
+def _effects(diagnosis: Diagnosis) -> Iterator[str]:
+    record = diagnosis.record
+    verb = "wrote" if record.contained == "in place" else "would have written"
+    if record.writes:
+        yield f"it {verb}: {_some(record.writes)}"
+    if record.network:
+        yield f"it connected to: {_some(record.network)}"
+    if record.children:
+        yield f"it started: {_some(record.children)}"
+
+
+def _some(items: tuple[str, ...]) -> str:
+    more = f" and {len(items) - WRITES} more" if len(items) > WRITES else ""
+    return ", ".join(words.clipped(item, 80) for item in items[:WRITES]) + more
+
+
+def _end(diagnosis: Diagnosis) -> Iterator[str]:
+    found = diagnosis.score
+    yield "score  " + "   ".join(f"{name} {points}" for name, points in found.categories.items())
+    yield f"  total {found.sentence}"
+    if diagnosis.files:
+        yield f"written: {', '.join(diagnosis.files)}"
+    if any(standing(finding) == "pays" for finding in diagnosis.findings):
+        yield f"next:  trimtab tune {_name(diagnosis)}"
+        yield f"       writes trimtab.toml; then: trimtab run {_name(diagnosis)}"

@@ -1,0 +1,199 @@
+"""Settings are measured on a script as it is, kept with their evidence, and applied to later runs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from trimtab.core.evidence import LoaderRecord, MemoryRecord, ModuleRecord, OptimizerRecord, ProbeRecord
+from trimtab.core.measurement import Interval
+from trimtab.core.script_settings import LoaderSettings, ScriptSettings
+from trimtab.errors import UsageError
+from trimtab.hardware.environment import Environment
+from trimtab.probe.candidates import candidates
+from trimtab.probe.command import Command
+from trimtab.probe.configuration import Conditions, Configuration, Evidence, fingerprints
+from trimtab.probe.counterfactuals import Outcome, confirm, described, measure
+from trimtab.probe.loss_runs import verdict
+from trimtab.probe.serving import failure
+from trimtab.probe.tuning import _choices
+
+SCRIPT = """\
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+torch.autograd.set_detect_anomaly(True)
+model = nn.Sequential(nn.Linear(16, 32), *(layer for _ in range(12) for layer in (nn.Tanh(), nn.Linear(32, 32))))
+data = TensorDataset(torch.randn(256, 16), torch.randn(256))
+loader = DataLoader(data, batch_size=16, shuffle=True)
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(int(sys.argv[1])):
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x).mean(1), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+print(f"loss {loss.item():.9f} threads {torch.get_num_threads()} anomaly {torch.is_anomaly_enabled()}")
+"""
+STEP_LINE = 12
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second for each comparison, however much time there is."""
+    for name in ("LEAST_S", "MOST_S"):
+        monkeypatch.setattr(f"trimtab.probe.counterfactuals.{name}", 1.0)
+
+
+@pytest.fixture
+def script(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def record(**changes: object) -> ProbeRecord:
+    """Of the script above."""
+    given: dict[str, object] = {
+        **{"command": ("python", "train.py"), "anchor": "optimizer", "anchor_site": f"train.py:{STEP_LINE}", "start_s": 3.0},
+        **{"steps": 40, "step_ms": 3.0, "median_ms": 3.0, "probe_ms": 0.0},
+    }
+    return ProbeRecord(**(given | changes))  # type: ignore[arg-type]
+
+
+def test_settings_are_timed_in_turns_with_their_losses(script: pathlib.Path) -> None:
+    command = Command.of(script, args=["4000"])
+    loader = ScriptSettings(loaders={"train.py:11": LoaderSettings(batch_fetch=True)})
+    told: list[str] = []
+    faster, read = measure(command, record(), [ScriptSettings(debug_off=True), loader], seconds=120, on_progress=told.append)
+    assert faster.gain is not None
+    assert faster.gain.low <= faster.gain.value <= faster.gain.high
+    assert (faster.losses, faster.how, faster.failed) == ("equal", "one process", None)
+    assert read.gain is not None
+    assert read.how == "fresh processes"
+    assert "anomaly mode off" in told
+
+
+def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathlib.Path) -> None:
+    text = SCRIPT.replace(
+        "    for x, y in loader:\n",
+        "    for x, y in loader:\n        if not torch.is_anomaly_enabled(): raise ValueError('no anomaly mode')\n",
+    )
+    script.write_text(text)
+    command, asked = Command.of(script, args=["4000"]), [ScriptSettings(debug_off=True), ScriptSettings(set_to_none=True)]
+    crash, other = measure(command, record(), asked, seconds=60)
+    assert crash.failed is not None
+    assert crash.failed.startswith("ValueError: no anomaly mode")
+    assert "train.py:15" in crash.failed
+    assert other.gain is not None
+
+
+def test_what_pays_is_confirmed_written_and_applied(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    command = Command.of(script, args=["4000"])
+    settings = ScriptSettings(debug_off=True)
+    confirmed = confirm(command, record(), settings, seconds=12)
+    assert confirmed.gain is not None
+    assert confirmed.losses == "equal"
+    configuration = configured(command, settings)
+    configuration.write(tmp_path / "trimtab.toml")
+    assert Configuration.read(tmp_path / "trimtab.toml") == configuration
+    with pytest.raises(UsageError, match="--overwrite"):
+        configuration.write(tmp_path / "trimtab.toml")
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        arguments = [sys.executable, "-m", "trimtab", "run", *words]
+        return subprocess.run(
+            arguments, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **variables}
+        )
+
+    applied, plain = run(str(script), "--", "2"), run(str(script), "--", "2", TRIMTAB="off")
+    assert (applied.returncode, applied.stderr) == (0, "")
+    assert applied.stdout.endswith("anomaly False\n")
+    assert plain.stdout == applied.stdout.replace("anomaly False", "anomaly True")
+    script.write_text(SCRIPT + "raise SystemExit(7)\n")
+    changed = run(str(script), "--", "2")
+    assert changed.returncode == 7
+    assert "train.py has changed" in changed.stderr
+    assert changed.stdout == plain.stdout
+
+
+def configured(command: Command, settings: ScriptSettings) -> Configuration:
+    return Configuration(
+        command=("python", "train.py"),
+        files=fingerprints(command, settings),
+        settings=settings,
+        conditions=Conditions.here(),
+        evidence=Evidence(speedup=(1.5, 1.4, 1.6), losses="equal", steps=24, step_ms=3.0),
+    )
+
+
+def test_the_file_holds_settings_of_loaders(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    loaders = {"train.py:11": LoaderSettings(workers=0, batch_fetch=True), "data/a b.py:3": LoaderSettings(persistent=False)}
+    settings = ScriptSettings(loaders=loaders, environment={"OMP_NUM_THREADS": "2"}, optimizer="fused")
+    written = configured(Command.of(script), settings)
+    written.write(tmp_path / "other.toml")
+    assert Configuration.read(tmp_path / "other.toml") == written
+    assert list(written.files) == ["train.py"]
+    script.unlink()
+    command = Command((sys.executable,), script, tmp_path, "train.py")
+    assert written.differences(command) == ["train.py is gone"]
+
+
+def test_losses_are_judged_by_what_rounding_explains() -> None:
+    written, shaken = [1.0, 0.9, 0.8, 0.7], [1.0, 0.900001, 0.800001, 0.700002]
+    assert verdict(written, shaken, written) == "equal"
+    assert verdict(written, shaken, [1.0, 0.90001, 0.8, 0.7]) == "within rounding"
+    assert verdict(written, shaken, [1.0, 0.9, 0.81, 0.7]) == "different"
+    assert verdict(written, [2.0, 0.1, 3.0, 0.2], [1.0, 0.5, 0.8, 0.7]) == "not compared", "chaos decides nothing"
+    assert verdict(written[:2], shaken, written) == "not compared"
+
+
+def test_a_failure_is_told_in_a_sentence() -> None:
+    log = 'Traceback (most recent call last):\n  File "/a/train.py", line 7, in <module>\n    f()\nRuntimeError: no primitive\n'
+    assert failure(log, 1) == "RuntimeError: no primitive (train.py:7)."
+    assert failure("epoch 3\n", -9) == "The script ended with killed by signal 9: epoch 3"
+
+
+def test_candidates_fit_what_was_seen() -> None:
+    here = Environment.capture()
+    assert candidates(record(), here) == []
+    loader = LoaderRecord(site="train.py:3", dataset="Images", batch_size=8, batches=40, wait_ms=1.0, padding=0.5)
+    seen = record(
+        flags={"anomaly mode": "train.py:8"},
+        loaders=(loader,),
+        optimizers=(OptimizerRecord(site="a:1", name="Adam", tensors=9, elements=99, kernel="single", can_fuse=True),),
+        modules=(ModuleRecord(name="Net", parameters=9, gradients_unused=0.5, convolutions=2, compiled=True),),
+        memory=MemoryRecord(peak_mb=1, at_start_mb=1, page_faults=2000),
+        cores=2,
+        threads=2,
+    )
+    found = candidates(seen, here)
+    words = [described(each) for each in found]
+    assert words[:3] == ["anomaly mode off", "no gradients in evaluation mode", "trimmed padding"]
+    assert {"fused optimizer", "channels last", "freed memory kept", "1 thread"} <= set(words)
+    assert "1 worker, persistent workers (train.py:3)" in words
+    assert all("worker" not in described(each) for each in candidates(record(loaders=(loader,), cores=1), here))
+
+
+def test_settings_that_pay_are_merged_one_for_each_loader() -> None:
+    def outcome(value: float, settings: ScriptSettings, losses: str = "equal") -> Outcome:
+        return Outcome(settings=settings, gain=Interval(value, value - 0.01, value + 0.01), losses=losses)  # type: ignore[arg-type]
+
+    one = ScriptSettings(loaders={"a:1": LoaderSettings(workers=0, batch_fetch=True)})
+    two = ScriptSettings(loaders={"a:1": LoaderSettings(workers=2)})
+    fused = ScriptSettings(optimizer="fused")
+    lossy = ScriptSettings(no_grad=True)
+    merged, alone = _choices([outcome(2, one), outcome(1.5, two), outcome(1.2, fused), outcome(3, lossy, "different")])
+    assert merged == ScriptSettings(optimizer="fused", loaders={"a:1": LoaderSettings(workers=0, batch_fetch=True)})
+    assert alone == one
+    assert _choices([outcome(1.0, fused)]) == []
+    likely = Outcome(settings=fused, gain=Interval(1.2, 0.9, 1.5), losses="equal")
+    assert _choices([likely]) == [fused], "the confirmation decides"

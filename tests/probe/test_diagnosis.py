@@ -1,0 +1,105 @@
+"""The course of a diagnosis: watched, checked, measured, sorted. Its parts are replaced by stored facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from _diagnoses import FUSED, NO_DATA, NO_LOGGING, WORKERS, findings, record
+from trimtab.core.measurement import Interval
+from trimtab.core.script_settings import ScriptSettings
+from trimtab.probe import diagnosis
+from trimtab.probe.command import Command
+from trimtab.probe.counterfactuals import Outcome
+
+GAINS = {
+    "workers": Outcome(settings=WORKERS, gain=Interval(1.6, 1.5, 1.7), losses="equal"),
+    "data": Outcome(settings=NO_DATA, gain=Interval(2.0, 1.9, 2.1)),
+    "fused": Outcome(settings=FUSED, gain=Interval(1.03, 1.025, 1.035), losses="within rounding"),
+    "logging": Outcome(settings=NO_LOGGING, gain=Interval(1.06, 1.05, 1.07)),
+    "threads": Outcome(settings=ScriptSettings(threads=1), failed="The script failed."),
+}
+
+
+class Parts:
+    """The parts of a diagnosis with stored answers; :attr:`asked` has what was measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[Any] = []
+        monkeypatch.setattr(diagnosis, "observe", lambda command, **options: record())
+        monkeypatch.setattr(diagnosis, "run_checks", lambda seen, environment: (findings(measured=False), ["A note."]))
+        monkeypatch.setattr(diagnosis.counterfactuals, "measure", self.measure)
+        monkeypatch.setattr(diagnosis.counterfactuals, "confirm", self.confirm)
+
+    def measure(self, command: Command, seen: Any, settings: Sequence[ScriptSettings], **options: Any) -> list[Outcome]:
+        self.asked.append(list(settings))
+        return [one for wanted in settings for one in GAINS.values() if one.settings == wanted]
+
+    def confirm(self, command: Command, seen: Any, settings: ScriptSettings, **options: Any) -> Outcome:
+        self.asked.append(settings)
+        return Outcome(settings=settings, gain=Interval(1.7, 1.6, 1.8), losses="equal", how="fresh processes")
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Parts:
+    return Parts(monkeypatch)
+
+
+@pytest.fixture
+def command(tmp_path: pathlib.Path) -> Command:
+    script = tmp_path / "train.py"
+    script.write_text("\n" * 42 + "writer.add_scalar(0)\n", encoding="utf-8")
+    return Command.of(script)
+
+
+def test_findings_are_measured_once_sorted_and_levelled(parts: Parts, command: Command) -> None:
+    said: list[str] = []
+    found = diagnosis.diagnose(command, on_progress=said.append)
+    assert parts.asked == [[WORKERS, NO_DATA, FUSED, NO_LOGGING, ScriptSettings(threads=1)], found.settings]
+    assert [(one.rule, one.level) for one in found.findings] == [
+        ("memory_growth", "error"),
+        ("workers_few", "warning"),
+        ("logging", "note"),
+        ("optimizer_loop", "note"),
+        ("threads", "note"),
+    ]
+    assert found.findings[1].most == Interval(2.0, 1.9, 2.1)
+    assert found.findings[4].unmeasured == "The script failed."
+    assert found.settings == WORKERS.merged(FUSED)
+    assert found.together is not None
+    assert found.together.gain == Interval(1.7, 1.6, 1.8)
+    assert found.score.total == round(100 / 1.7 / 1.06)
+    assert found.notes == ("A note.",)
+    assert "first step after 3.1 s" in said[0]
+
+
+def test_a_patch_is_measured_as_files_of_the_overlay(parts: Parts, command: Command) -> None:
+    patch = diagnosis.diagnose(command, patch=True).patch
+    assert patch is not None
+    assert patch.gain == Interval(1.7, 1.6, 1.8)
+    assert "+if step % 50 == 0:" in patch.text
+    assert [*parts.asked[-1].files] == [str(command.folder / "train.py")]
+
+
+def test_a_spent_budget_says_what_was_not_measured(parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = dataclasses.replace(record(), start_s=100.0)
+    monkeypatch.setattr(diagnosis, "observe", lambda command, **options: slow)
+    found = diagnosis.diagnose(command, seconds=100.0, patch=True)
+    assert parts.asked == []
+    assert found.together is None
+    assert "give a larger --budget" in (found.findings[1].unmeasured or "")
+    assert found.patch is not None
+    assert "give a larger --budget" in (found.patch.reason or "")
+
+
+def test_what_noise_hid_is_measured_once_more(parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = dataclasses.replace(GAINS["workers"], gain=Interval(1.6, 0.4, 9.0), losses="not compared")
+    monkeypatch.setitem(GAINS, "workers", noisy)
+    found = diagnosis.diagnose(command)
+    assert parts.asked[1] == WORKERS
+    assert found.findings[1].gain == Interval(1.7, 1.6, 1.8)
+    assert found.findings[1].losses == "equal"

@@ -1,0 +1,64 @@
+"""A diagnosis as text, page and trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from _diagnoses import diagnosis, record
+from trimtab._internal.serialization import dumps, from_json
+from trimtab.core.diagnosis import Diagnosis, Patch
+from trimtab.report.doctor_page import html
+from trimtab.report.doctor_text import text
+from trimtab.report.doctor_trace import trace
+
+
+def test_json_can_be_read_back() -> None:
+    found = diagnosis()
+    assert from_json(Diagnosis, json.loads(dumps(found))) == found
+    assert "score 57 of 100" in repr(found)
+
+
+def test_the_text_has_the_verdict_the_split_and_each_standing() -> None:
+    lines = text(diagnosis(), 100).splitlines()
+    shown = "\n".join(lines)
+    assert lines[0].startswith("train.py -- --epochs 1 is slow: 57 of 100: 43% of the step could be saved; 1 finding")
+    assert "error: train.py:42: Memory grows by 8 MB at each step." in shown
+    assert "data 52.0%" in shown
+    assert "= 100.0%" in shown
+    assert "1.60x (1.50 to 1.70)" in shown
+    assert "all that pays together: 1.66x (1.55 to 1.75), in fresh processes" in shown
+    assert "at most 1.06x" in shown
+    assert "1 thread: the machine was busy" in shown
+    assert "train.py:43: add_scalar is called at every step." in shown
+    assert "it would have written: runs/events.out, model.pt" in shown
+    assert "it connected to: api.wandb.ai:443" in shown
+    assert "trimtab tune train.py -- --epochs 1" in shown
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_good_score_is_not_called_slow() -> None:
+    found = diagnosis()
+    good = dataclasses.replace(found, score=dataclasses.replace(found.score, total=93, saved=0.07), findings=())
+    assert " is slow" not in text(good)
+    assert "No remedy was measured." in text(good)
+
+
+def test_the_page_needs_no_network_and_shows_everything() -> None:
+    patch = Patch(text="--- a/train.py\n+++ b/train.py\n", rules=("logging",), reason="the budget was spent")
+    page = html(dataclasses.replace(diagnosis(), patch=patch))
+    assert "default-src &#39;none&#39;" in page
+    assert "http://" not in page
+    assert "https://" not in page
+    for part in ("57 of 100", "wait for DataLoader", "train.py:18", "aten::mkldnn_convolution", "+++ b/train.py", "polyline"):
+        assert part in page
+
+
+def test_the_trace_is_one_step_in_microseconds() -> None:
+    events = trace(record())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [(span["name"], span["ts"], span["dur"]) for span in spans[:2]] == [
+        ("wait for DataLoader", 0.0, 52000.0),
+        ("Net", 53000.0, 15000.0),
+    ]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
