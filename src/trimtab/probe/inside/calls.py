@@ -134,7 +134,7 @@ def watch() -> None:
     for name in _WRITERS:
         if name in sys.modules:
             _watch_writer(name, sys.modules[name])
-    sys.meta_path.insert(0, _Imports())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Imports())
     distributed: Any = torch.distributed
     if distributed.is_available():
         for name in ("all_reduce", "all_gather", "broadcast", "reduce", "barrier", "all_gather_into_tensor", "reduce_scatter"):

@@ -100,7 +100,7 @@ def batch_facts(loader: loaders.Loader, batch: Any) -> None:
 
 def _padding(batch: Any, tensors: list[torch.Tensor]) -> float | None:
     """Share of positions that the attention mask excludes; without a mask, of the value that rows of integers end with."""
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    mask: Any = batch.get("attention_mask") if hasattr(batch, "get") else None
     if issubclass(type(mask), torch.Tensor) and mask.dim() == 2:
         return 1.0 - float((mask != 0).float().mean())
     for tensor in tensors:
