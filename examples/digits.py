@@ -4,6 +4,7 @@ It is trained on 800 images in about ten seconds the first time; the weights are
 judge: 500 select, 497 test the winner, which is enough to decide a limit of two points.
 
     trimtab optimize examples/digits.py --max-drop 2% --budget 3m --out runs/digits
+    trimtab optimize examples/digits.py --max-drop 2% --compress prune --budget 3m --out runs/digits
 """
 
 from __future__ import annotations
@@ -80,6 +81,12 @@ def top1(logits: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(1) == digits
 
 
+def training_data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of the images that the network was trained on, for smaller networks to follow it on."""
+    images, digits = data()
+    return list(zip(images[:TRAIN].split(64), digits[:TRAIN].split(64), strict=True))
+
+
 def workload() -> trimtab.Workload:
     """One image at a time must be fast; any batch must work."""
     images, digits = data()
@@ -90,5 +97,6 @@ def workload() -> trimtab.Workload:
         inputs=(images[:1],),
         evaluation=trimtab.Evaluation(data=(images[select], digits[select]), test=(images[test], digits[test]), score=top1),
         calibration=images[:256],
+        training=trimtab.Training(data=training_data, loss=nn.CrossEntropyLoss()),  # read with --compress only
         dynamic={"images": {0: "batch"}},
     )

@@ -339,7 +339,7 @@ FACTS = {"size": 1, "sha256": "0" * 64}
         (lambda data: data.pop("signature"), "'signature' is missing"),
         (set_path("signature", "inputs", 0, "shape", value=[2**40, 2**40]), "impossible shape"),
         (set_path("signature", "inputs", 0, "shape", value=[1000, 1000, 8, 8]), "does not fit the signature"),
-        (set_path("signature", "inputs", 0, "dtype", value="load"), "torch does not know"),
+        (set_path("signature", "inputs", 0, "dtype", value="load"), "which no artifact holds"),
         (set_path("signature", "inputs", 0, "shape", 0, value="other"), "used but not declared"),
         (set_path("signature", "input_structure", "kind", value="list"), "structure of the inputs"),
         (set_path("signature", "output_structure", "items", value=[]), "structure of the outputs"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends.common import onnx_int8, openvino_conversion
+from trimtab.backends.common import onnx_file, openvino_conversion
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
 from trimtab.hardware import environment
@@ -99,7 +99,7 @@ def test_openvino_has_weights_of_seven_bits_where_sums_clip(vnni, largest, monke
 
 def asks_for_exact_sums(session):
     try:
-        return session.get_session_options().get_session_config_entry(onnx_int8.EXACTLY) == "1"
+        return session.get_session_options().get_session_config_entry(onnx_file.EXACTLY) == "1"
     except RuntimeError:
         return False
 

@@ -663,7 +663,8 @@ def test_a_field_that_does_not_exist_is_answered_with_those_that_do(
         (lambda: Workload(model=linear, inputs=1, name=5), "Workload name 5 names a folder; use letters"),
         (lambda: Workload(model=linear, inputs=1, seed="x"), "Workload seed is 'x'; give a whole number."),
         (lambda: Evaluation(data=[], score=top1, higher_is_better="no"), "higher_is_better is 'no'; it can be True or False."),
-        (lambda: Training(data=[1], optimizer=None), "Training optimizer is None, which cannot be called"),
+        (lambda: Training(data=[1], optimizer="adam"), "Training optimizer is a str, which cannot be called"),  # type: ignore[arg-type]
+        (lambda: Workload(model=linear, mode="train", training=Training(data=[1])), r"its training no optimizer=\.\.\."),
         (lambda: Training(data=[1], optimizer=len, settings={"a": 1}), "Training settings is a dict; give trimtab.Settings"),
     ],
 )

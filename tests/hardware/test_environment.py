@@ -130,7 +130,7 @@ def test_a_new_driver_and_another_architecture_are_told(here: Environment) -> No
 def test_optional_packages_match_the_extras_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = set(project["optional-dependencies"])
-    without_use_yet = {"mobile", "prune", "ray", "serve", "tensorrt"}
+    without_use_yet = {"mobile", "ray", "serve", "tensorrt"}
     assert {item.extra for item in OPTIONAL} == extras - {"all", "dev", "docs"} - without_use_yet
     assert all(item.brings.endswith(".") for item in OPTIONAL)
     assert next(item for item in OPTIONAL if item.package == "openvino").command == 'pip install "trimtab[openvino]"'

@@ -34,11 +34,12 @@ def main() -> None:
         **{"dims": {"batch": [1, None, 1]}, "batch": "batch", "joinable": True, "platform": "fake", "threads": 1, "card": {}},
     }
     connection.sendall(b"".join(pack({"ready": description})))
+    rate = 150.0 if "faster" in settings["path"] else 100.0
     while prefix := stream.read(PREFIX.size):
         length, size = PREFIX.unpack(prefix)
         head, body = json.loads(stream.read(length)), stream.read(size)
         if "rows" in head:
-            connection.sendall(b"".join(pack({"id": head["id"], "rate": 100.0 * min(head["rows"], 8)})))
+            connection.sendall(b"".join(pack({"id": head["id"], "rate": rate * min(head["rows"], 8)})))
             continue
         rows = head["shapes"][0][0]
         x = np.frombuffer(body, dtype="f4", count=2 * rows)

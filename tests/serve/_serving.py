@@ -78,11 +78,11 @@ def write(
 class Server:
     """``trimtab serve`` with ``arguments``. A context, which sends SIGTERM and checks that no process is left."""
 
-    def __init__(self, log: pathlib.Path, *arguments: str) -> None:
+    def __init__(self, log: pathlib.Path, *arguments: str, python: str = sys.executable) -> None:
         self.log = log
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trimtab", "serve", "--port", "0", "--grpc-port", "0", *arguments],
+                [python, "-m", "trimtab", "serve", "--port", "0", "--grpc-port", "0", *arguments],
                 stdout=file,
                 stderr=file,
             )
@@ -132,7 +132,8 @@ class Server:
         data = answer.read()
         connection.close()
         found = {name.lower(): value for name, value in answer.getheaders()}
-        return answer.status, json.loads(data) if found.get("content-type") == "application/json" else data, found
+        is_json = data and found.get("content-type") == "application/json"
+        return answer.status, json.loads(data) if is_json else data, found
 
     def infer(self, rows: list[list[float]], model: str = "net", **more: Any) -> tuple[int, Any, dict[str, str]]:
         """An infer request in JSON."""

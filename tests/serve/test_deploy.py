@@ -17,7 +17,7 @@ import onnxruntime
 import pytest
 import torch
 import yaml
-from _serving import write
+from _serving import Server, write
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
@@ -42,11 +42,13 @@ def onnx_net(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 def written(folder: pathlib.Path, kind: str, path: pathlib.Path, **options: Any) -> dict[str, str]:
     """The written files by name."""
     found = deploy.write(Options(models={"net": path}, **options), kind, folder / kind)
-    texts = [one for one in found if one.suffix not in (".whl", ".onnx", ".bin", ".safetensors")]
+    texts = [one for one in found if one.suffix not in (".whl", ".onnx", ".bin", ".safetensors", ".pt2")]
     return {one.relative_to(folder / kind).as_posix(): one.read_text() for one in texts}
 
 
-def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(tmp_path: pathlib.Path, onnx_net: Artifact) -> None:
+def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(
+    tmp_path: pathlib.Path, onnx_net: Artifact, net: pathlib.Path
+) -> None:
     files = written(tmp_path, "docker", onnx_net.path, batch=8, deadline_s=2.0, grpc_port=None)
     head, *rest = files["Dockerfile"].splitlines()
     assert head.startswith("# Not built. ")
@@ -55,9 +57,11 @@ def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(tmp_
     assert {name: pins[name] for name in ("onnxruntime", "onnx", "numpy")} == {
         name: versions[name] for name in ("onnxruntime", "onnx", "numpy")
     }
+    assert "onnxscript" not in pins
     assert set(deploy.PACKAGES.values()) < set(pins)
     assert f"FROM python:{onnx_net.manifest.environment.python}-slim" in rest
-    assert f"torch=={versions['torch'].partition('+')[0]}+cpu " in files["Dockerfile"]
+    assert "torch==" not in files["Dockerfile"]
+    assert f"torch=={versions['torch'].partition('+')[0]}+cpu " in written(tmp_path / "torch", "docker", net)["Dockerfile"]
     command = [json.loads(line.partition(" ")[2]) for line in rest if line.startswith(("ENTRYPOINT", "CMD"))]
     assert command[0] == ["trimtab", "serve"]
     assert command[1] == [
@@ -80,6 +84,32 @@ def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(tmp_
         [sys.executable, "-c", code], env={"PYTHONPATH": str(wheel)}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [f"{wheel}/trimtab/serve/front.py", "False"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_the_install_lines_of_an_image_give_a_server_without_torch(tmp_path: pathlib.Path, onnx_net: Artifact) -> None:
+    """The image itself is not built: there is no Docker daemon. What it installs is installed into a fresh environment."""
+    files = written(tmp_path, "docker", onnx_net.path)
+    folder, python = tmp_path / "docker", tmp_path / "fresh" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "fresh"], check=True)
+    for line in re.findall(r"^RUN pip (.*)$", files["Dockerfile"], re.MULTILINE):
+        done = subprocess.run(
+            [python, "-m", "pip", *line.replace("/install/", f"{folder}/").split()], capture_output=True, text=True
+        )
+        if "No matching distribution" in done.stderr or "Connection" in done.stderr:
+            pytest.skip(f"packages cannot be installed here: {done.stderr[-300:]}")
+        assert done.returncode == 0, done.stderr
+    sizes = [path.stat().st_size for path in (tmp_path / "fresh" / "lib").rglob("*") if path.is_file()]
+    print(f"installed packages: {sum(sizes) / 1e6:.0f} MB")
+    assert subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 1
+    more = ("--instances", "1", "--threads", "1", "--batch", "4")
+    with Server(tmp_path / "log", f"net={folder / 'models' / 'net'}", *more, python=str(python)) as running:
+        row = torch.randn(1, 16)
+        status, answer, _ = running.infer(row.tolist())
+        assert status == 200
+        want = load(onnx_net.path)(row)["logits"].numpy()
+        np.testing.assert_allclose(answer["outputs"][0]["data"], want[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_written_flags_are_read_as_the_same_options(net: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ from _fake_instance import DIE, FAIL, SLOW
 from trimtab.serve import connection
 from trimtab.serve.batcher import Answer, Batcher, Item
 from trimtab.serve.connection import StartError
-from trimtab.serve.deployment import Deployment, Layout, instance_settings
+from trimtab.serve.deployment import Deployment, Layout, cores_of, instance_settings
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Call, Refusal
@@ -189,14 +189,14 @@ def test_unlike_sizes_are_grouped_and_the_oldest_goes_first() -> None:
     loop.close()
 
 
-def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Tuning:
+def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, pinned: str = "net", **options: Any) -> Tuning:
     """What is found for fake instances, which compute 100 rows per second in batches of 1, and 800 in those of 8 and more."""
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)
     given = Options(models={}, **options)
 
-    def make(layout: Layout) -> connection.Instance:
-        settings = instance_settings(pathlib.Path("net"), layout, 0, False)
+    def make(layout: Layout, number: int) -> connection.Instance:
+        settings = instance_settings(pathlib.Path("net" if not layout.pinned else pinned), layout, number, False)
         return connection.Instance(settings, lambda *_: None, lambda _: None)
 
     return asyncio.run(tuned(pathlib.Path("net"), given, make, lambda *_, **__: None))
@@ -214,6 +214,26 @@ def test_the_best_layout_and_the_smallest_good_batch_are_found_and_remembered(
     assert measured(tmp_path, monkeypatch, instances=1, threads=1).layout == Layout(instances=1, threads=1, rows=8)
     with pytest.raises(StartError, match="no layout fits into --memory 1 MB. Allow more"):
         measured(tmp_path, monkeypatch, memory_mb=1)
+
+
+def test_instances_are_pinned_if_that_is_measured_to_be_faster(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(tmp_path, monkeypatch, pinned="faster")
+    assert found.layout == Layout(instances=2, threads=1, rows=8, pinned=True)
+    assert found.lines()[-1] == "  2 x 1 threads, pinned   8: 2,400"
+    assert not any(point.pinned for point in measured(tmp_path, monkeypatch, instances=4, threads=1).curve)
+
+
+@pytest.mark.parametrize(
+    ("instances", "nodes", "cores"),
+    [
+        (2, [[0, 1, 2, 3]], [[0, 1], [2, 3]]),
+        (3, [[0, 1]], [[0], [1], [0]]),
+        (4, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [4, 5], [2, 3], [6, 7]]),
+        (1, [[0, 1], [2, 3]], [[0, 1]]),
+    ],
+)
+def test_each_instance_gets_cores_of_one_node(instances: int, nodes: list[list[int]], cores: list[list[int]]) -> None:
+    assert [cores_of(number, instances, nodes) for number in range(instances)] == cores
 
 
 def test_a_p99_leaves_room_for_two_batches() -> None:

@@ -111,6 +111,76 @@ def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
     assert "onnxruntime" not in precise, "a backend at a sixth of the best lossless speed does not promise to pay"
 
 
+def compressing(outcome, how: str = "prune", most: int = 400) -> list[Trial]:
+    """The trials of a ladder that compresses, those of the stage ``compressed`` only."""
+    known, trials = dataclasses.replace(facts(), compress=how), list[Trial]()
+    while (ask := Ladder().ask(trials, known)) is not None and len(trials) < most:
+        trials.append(dataclasses.replace(outcome(ask.recipe), stage=ask.stage))
+    assert ask is None, "the ladder does not end"
+    return [trial for trial in trials if trial.stage == "compressed"]
+
+
+def by_ratio(recipe: Recipe, *, floor: float = 0.25, holds: float = 0.5) -> Trial:
+    """A machine on which time falls with the channels down to ``floor``, and a model that recovers down to ``holds``."""
+    found = by_backend(recipe)
+    steps = {step.name: step for step in recipe.passes}
+    if "prune_units" in steps or "drop_layers" in steps:
+        return Trial(recipe=recipe, state=State.SKIPPED, reason="It is no transformer.")
+    if (step := steps.get("prune_channels")) is None or found.speedup is None:
+        return found
+    keep = step.keep  # type: ignore[attr-defined]
+    found = complete(recipe, by_backend(Recipe(backend=recipe.backend)).speedup.value / max(keep, floor))  # type: ignore[union-attr]
+    kept = "recover" in steps and (keep >= holds or (steps["recover"].updates == 800 and keep > 0.3))  # type: ignore[attr-defined]
+    lost = drop(0.0 if kept else 0.5, 0.01 if kept else 0.6, 0.02, kept)
+    return dataclasses.replace(found, drop=lost, state=State.COMPLETE if kept else State.STOPPED)
+
+
+def asked(trials: list[Trial], backend: str) -> list[str]:
+    """The ratio and the updates of each trial of a backend in its lossless form."""
+    found = [trial.recipe for trial in trials if trial.recipe.backend == BACKENDS[backend]()]
+    plain = [recipe for recipe in found if all(step.compresses for step in recipe.passes)]
+    steps = [{step.name: step for step in recipe.passes} for recipe in plain]
+    return [
+        f"{s['prune_channels'].keep} {getattr(s.get('recover'), 'updates', '')}".strip() for s in steps if "prune_channels" in s
+    ]  # type: ignore[attr-defined]
+
+
+def test_nothing_is_compressed_unless_asked_for() -> None:
+    assert not any(step.compresses for trial in walk(by_backend) for step in trial.recipe.passes)
+    assert compressing(by_ratio, "off") == []
+
+
+def test_a_ratio_is_timed_before_it_is_trained_and_harder_ones_follow_while_the_limit_holds() -> None:
+    trials = compressing(by_ratio)
+    assert asked(trials, "openvino") == ["0.75", "0.75 200", "0.5", "0.5 200", "0.35", "0.35 200"], (
+        "three trainings are the most"
+    )
+    assert {trial.recipe.backend.name for trial in trials} <= {"openvino", "aoti", "inductor"}, "the fastest two runtimes"
+    lossy = [trial.recipe for trial in trials if not trial.recipe.backend.exact]
+    assert lossy, "the best smaller network is tried with less precision"
+    assert {step.keep for recipe in lossy for step in recipe.passes if step.name == "prune_channels"} == {0.5}  # type: ignore[attr-defined]
+
+
+def test_a_ratio_that_does_not_pay_is_not_trained() -> None:
+    def floor(recipe: Recipe) -> Trial:
+        return by_ratio(recipe, floor=0.9)
+
+    assert asked(compressing(floor), "openvino") == ["0.75", "0.5", "0.35", "0.25"]
+
+
+def test_a_network_that_misses_the_limit_is_trained_once_for_longer() -> None:
+    def hard(recipe: Recipe) -> Trial:
+        return by_ratio(recipe, holds=0.9)
+
+    assert asked(compressing(hard), "openvino") == ["0.75", "0.75 200", "0.75 800", "0.5", "0.5 200"]
+
+
+def test_a_pass_that_cannot_run_is_asked_once_for_each_runtime() -> None:
+    trials = compressing(by_ratio, "auto")
+    units = [t.recipe for t in trials if any(step.name in ("prune_units", "drop_layers") for step in t.recipe.passes)]
+    assert len(units) == 2 * len({recipe.backend.name for recipe in units})
+
+
 def test_the_ladder_goes_on_where_it_was_killed() -> None:
     whole = walk(by_backend)
     for cut in (1, 4, len(whole) // 2):

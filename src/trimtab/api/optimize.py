@@ -84,6 +84,7 @@ def optimize(
     trials: int | None = None,
     objective: Objective = "latency",
     sampler: str = "ladder",
+    compress: str = "off",
     out: str | pathlib.Path | None = None,
     storage: str | None = None,
     fresh: bool = False,
@@ -108,6 +109,8 @@ def optimize(
         trials: largest number of new trials, besides that of the model as written.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
+        compress: whether smaller networks are tried too: ``prune`` removes channels, units and heads and trains the rest to
+            follow the model, ``auto`` whole layers too. Give the workload data to train on: ``training=Training(data=...)``.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
@@ -125,6 +128,7 @@ def optimize(
         objective=objective,
         limits=limits or Limits(),
         sampler=_sampler(sampler),
+        compress=_compress(compress),
         storage=storage,
         trial_s=positive(trial_seconds, "trial_seconds"),
         timing_s=positive(timing_seconds, "timing_seconds"),
@@ -202,6 +206,7 @@ def command_line(
         "--throughput": None if limits.throughput is None else f"{_exact(limits.throughput)}/s",
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
+        "--compress": None if options.compress == default.compress else options.compress,
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,
         "--trials": trials,
         "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",
@@ -248,6 +253,12 @@ def _reserve_s(study: Study, budget_s: float) -> float:
     """Seconds of :func:`confirm_s`, and of a runoff if the search has left one open."""
     open_question = len(contenders(ahead(study), study.options.objective)) > 1
     return min(confirm_s(study, budget_s) + open_question * 1.5 * cost_s(study), RESERVED * budget_s)
+
+
+def _compress(name: str) -> Any:
+    if name not in ("off", "auto", "prune"):
+        raise UsageError(f"compress is {name!r}; it can be off, auto, prune.")
+    return name
 
 
 def _sampler(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 import platform
@@ -16,9 +15,21 @@ from torch import nn
 
 from trimtab._internal.files import path_of
 from trimtab._internal.text import with_fix, with_remedy
-from trimtab.artifact.manifest import BASELINE, COPY, MANIFEST, MODEL, Manifest, findings, read_manifest
+from trimtab.artifact.manifest import (
+    BASELINE,
+    COPY,
+    GOLDEN,
+    MANIFEST,
+    MODEL,
+    Manifest,
+    check_files,
+    findings,
+    read_manifest,
+    unreadable,
+)
+from trimtab.artifact.parity import LOAD_ERRORS, Parities, check_case, parities
 from trimtab.artifact.staging import fresh_folder
-from trimtab.artifact.test_vectors import GOLDEN, Case, Golden
+from trimtab.artifact.test_vectors import Case, Golden
 from trimtab.artifact.writer import fill
 from trimtab.core.backend import BACKENDS, Backend, Executable
 from trimtab.core.measurement import Comparison
@@ -29,7 +40,7 @@ from trimtab.core.technique import technique_from_json
 from trimtab.core.workload import Limits
 from trimtab.errors import ArtifactError, IntegrityError, TrimtabError, UntrustedError, UsageError
 from trimtab.hardware import system
-from trimtab.hardware.environment import RUNTIMES, Environment, instruction_sets
+from trimtab.hardware.environment import Environment, instruction_sets
 
 __all__ = [
     "Artifact",
@@ -44,20 +55,6 @@ __all__ = [
     "verify",
     "write_artifact",
 ]
-
-LOAD_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-    OSError,
-    SyntaxError,
-    MemoryError,
-)
-"""Errors of runtimes for invalid files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +74,7 @@ class Artifact:
         Raises:
             IntegrityError: with the first problem found.
         """
-        if problem := next(findings(self.path, self.manifest), None):
-            raise IntegrityError(f"{self.path} is not what was written: {problem}")
+        check_files(self.path, self.manifest)
 
     def load(self, *, trust: bool = False, threads: int | None = None) -> Executable:
         """See :func:`load`."""
@@ -107,7 +103,7 @@ class Artifact:
         signature = self.manifest.signature
         found = Golden.load(self.path / GOLDEN, self.manifest.golden.cases, len(signature.inputs), len(signature.outputs))
         for case in found.cases:
-            _check_case(case, signature)
+            check_case(case.inputs, case.outputs, self.manifest)
         return found
 
     def save(self, folder: str | os.PathLike[str]) -> Artifact:
@@ -123,23 +119,6 @@ class Artifact:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.path / name, target / name)
         return open_artifact(folder)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parities:
-    """Errors on the test vectors. ``errors`` and ``tolerance`` are absolute, one per output."""
-
-    ok: bool
-    cases: int
-    errors: tuple[float | None, ...]
-    """``None`` if shape or dtype differ, or NaN appears."""
-    tolerance: tuple[float, ...]
-    reason: str | None = None
-
-    @property
-    def max_error(self) -> float | None:
-        """The largest error; ``None`` if one of them is ``None``."""
-        return None if None in self.errors else max((e for e in self.errors if e is not None), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -371,13 +350,9 @@ def _load(
     try:
         return _read(backend, folder, signature, settings)
     except IntegrityError as error:
-        runtimes = [name for name in backend.packages if name in RUNTIMES]
-        if not (differing := list(Environment.capture().version_differences(proven, runtimes))):
+        if (explained := unreadable(error, backend.packages, proven)) is None:
             raise
-        problem = with_fix(
-            f"The artifact, whose files are as they were written, cannot be read here: {error}", " ".join(differing)
-        )
-        raise ArtifactError(with_fix(problem, "Install that version.")) from error
+        raise explained from error
 
 
 def _read(backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
@@ -390,32 +365,6 @@ def _read(backend: Backend, folder: pathlib.Path, signature: Signature, settings
         raise IntegrityError(f"{backend.name} cannot read the files in {folder}: {line[:300]}") from error
 
 
-def _check_case(case: Case, signature: Signature) -> None:
-    try:
-        signature.check(case.inputs)
-    except (UsageError, ValueError) as error:
-        raise IntegrityError(f"{GOLDEN} does not fit the signature: {error}") from error
-    for spec, tensor in zip(signature.outputs, case.outputs, strict=True):
-        fixed = all(isinstance(w, str) or w == got for w, got in zip(spec.shape, tensor.shape, strict=False))
-        if len(spec.shape) != tensor.dim() or not fixed:
-            raise IntegrityError(f"{GOLDEN} holds an output of shape {tuple(tensor.shape)}, but the signature says {spec}.")
-
-
 def replay(executable: Executable, golden: Golden, manifest: Manifest) -> Parities:
     """Run the test vectors and compare the outputs with the tolerances of the manifest."""
-    tolerance = manifest.golden.tolerance
-    try:
-        errors = golden.errors(executable.run)
-    except LOAD_ERRORS as error:
-        why = f"The model failed on a test vector: {type(error).__name__}: {str(error)[:300]}"
-        return Parities(ok=False, cases=len(golden.cases), errors=(None,) * len(tolerance), tolerance=tolerance, reason=why)
-    bad = [i for i, (error, most) in enumerate(zip(errors, tolerance, strict=True)) if not error <= most]
-    reason = None
-    if bad:
-        spec = manifest.signature.outputs[bad[0]]
-        found = (
-            f"is off by {errors[bad[0]]:.3g}" if math.isfinite(errors[bad[0]]) else "has another shape or dtype, or holds NaN"
-        )
-        reason = f"The output {spec.name!r} {found} on the test vectors; {tolerance[bad[0]]:.3g} is allowed."
-    figures = tuple(error if math.isfinite(error) else None for error in errors)
-    return Parities(ok=not bad, cases=len(golden.cases), errors=figures, tolerance=tolerance, reason=reason)
+    return parities(lambda: golden.errors(executable.run), manifest)

@@ -10,25 +10,24 @@ import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from trimtab._internal.serialization import dumps, from_json, to_json
-from trimtab._internal.text import counted, with_remedy
-from trimtab.artifact.test_vectors import GOLDEN
+from trimtab._internal.text import counted, with_fix, with_remedy
 from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
 from trimtab.core.settings import Settings
-from trimtab.core.signature import Signature
+from trimtab.core.signature import STORED, Signature
 from trimtab.core.technique import technique_from_json
-from trimtab.core.workload import Limits
 from trimtab.errors import ArtifactError, IntegrityError, UsageError
-from trimtab.hardware.environment import Environment
+from trimtab.hardware.environment import RUNTIMES, Environment
 from trimtab.tensors.structure import Structure
 
 MANIFEST, MODEL, BASELINE, RUN, README, EVIDENCE = "manifest.json", "model", "baseline", "run.py", "README.md", "evidence.json"
+GOLDEN = "golden.safetensors"
+"""The file of the test vectors."""
 GIVE = "Give the folder that optimize wrote, such as runs/NAME/artifact."
 COPY = "Copy the artifact again from where it was made, or make a new one."
 """Remedy for an artifact that was changed or cannot be loaded by this installation."""
@@ -145,6 +144,16 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     return manifest
 
 
+def unreadable(error: IntegrityError, packages: Sequence[str], proven: Environment) -> ArtifactError | None:
+    """The error for files that are as they were written and cannot be read, if versions of the runtime differ from the proof's;
+    else ``None``. ``packages`` are the distributions that the files need."""
+    runtimes = [name for name in packages if name in RUNTIMES]
+    if not (differing := list(Environment.capture().version_differences(proven, runtimes))):
+        return None
+    problem = with_fix(f"The artifact, whose files are as they were written, cannot be read here: {error}", " ".join(differing))
+    return ArtifactError(with_fix(problem, "Install that version."))
+
+
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
     """Write ``manifest.json`` in canonical form, with a digest of its contents; :func:`read_manifest` accepts no other form."""
     data = to_json(manifest)
@@ -169,6 +178,16 @@ def sha256(path: pathlib.Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_files(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Check names, kinds, sizes and hashes of all files in ``folder``.
+
+    Raises:
+        IntegrityError: with the first problem found.
+    """
+    if problem := next(findings(folder, manifest), None):
+        raise IntegrityError(f"{folder} is not what was written: {problem}")
 
 
 def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
@@ -287,8 +306,8 @@ def _check_names(manifest: Manifest) -> None:
 
 def _check_signature(signature: Signature) -> None:
     for spec in (*signature.inputs, *signature.outputs):
-        if not isinstance(getattr(torch, spec.dtype, None), torch.dtype):
-            raise IntegrityError(f"{MANIFEST}: {spec.name!r} has the dtype {spec.dtype[:80]!r}, which torch does not know.")
+        if spec.dtype not in STORED:
+            raise IntegrityError(f"{MANIFEST}: {spec.name!r} has the dtype {spec.dtype[:80]!r}, which no artifact holds.")
         elements = 1
         for size in spec.shape:
             elements *= max(size, 1) if isinstance(size, int) else 1

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from trimtab.core.backend import Executable
 from trimtab.core.signature import Dim, Signature, TensorSpec
 from trimtab.errors import CompileError, InputError
 from trimtab.tensors.structure import flatten, unflatten
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from trimtab.tensors import late_torch as torch
+
+
+def piece_sizes(rows: int, allowed: Dim) -> list[int]:
+    """The sizes of the batches that ``rows`` rows are computed in, all ``allowed``; the last one may need padding."""
+    most = allowed.max or allowed.holding(rows)
+    return [min(allowed.holding(rows - start), most) for start in range(0, rows, most)]
 
 
 class PaddedExecutable:
@@ -23,7 +32,7 @@ class PaddedExecutable:
     def __init__(self, executable: Executable, full: Signature) -> None:
         self._executable = executable
         self._full = full
-        self._allowed = None if full.batch is None else _batch_of(executable.signature)
+        self._allowed = None if full.batch is None else batch_of(executable.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the executable. Raises ``InputError`` if a dimension other than the batch does not fit."""
@@ -37,9 +46,8 @@ class PaddedExecutable:
         rows = self._rows(leaves)
         if not rows or rows in self._allowed:
             return self._executable(*args, **kwargs)
-        most = self._allowed.max or self._allowed.holding(rows)
-        sizes = [min(self._allowed.holding(rows - start), most) for start in range(0, rows, most)]
-        parts = [self._part(leaves, number * most, size, rows) for number, size in enumerate(sizes)]
+        sizes = piece_sizes(rows, self._allowed)
+        parts = [self._part(leaves, number * sizes[0], size, rows) for number, size in enumerate(sizes)]
         pairs = zip(zip(*parts, strict=True), self._full.outputs, strict=True)
         return unflatten(self._full.output_structure, [self._join(pieces, spec, sizes, rows) for pieces, spec in pairs])
 
@@ -84,7 +92,7 @@ class PaddedExecutable:
         return whole.narrow(axis, 0, whole.shape[axis] - each * padded)
 
 
-def _batch_of(signature: Signature) -> Dim:
+def batch_of(signature: Signature) -> Dim:
     """The batch sizes that ``signature`` allows, as a dimension; possibly only one size."""
     lead = signature.inputs[0].shape[0]
     return Dim("batch", lead, lead) if isinstance(lead, int) else next(dim for dim in signature.dims if dim.name == lead)

@@ -8,8 +8,7 @@ from typing import Any
 
 from trimtab._internal.serialization import from_json
 from trimtab._internal.text import counted
-from trimtab.artifact.manifest import CLAIMS, FileFacts, Manifest
-from trimtab.artifact.test_vectors import GOLDEN
+from trimtab.artifact.manifest import CLAIMS, GOLDEN, FileFacts, Manifest
 from trimtab.core.backend import Backend
 from trimtab.core.measurement import Interval
 from trimtab.hardware.system import KEEP_MEMORY

@@ -5,23 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from trimtab._internal.text import counted
 from trimtab._internal.user_code import BY_HAND, user_code
+from trimtab.artifact.parity import array_error, read_vectors, worst_errors
 from trimtab.core.candidate import Candidate, resized
 from trimtab.core.signature import Signature
-from trimtab.errors import IntegrityError, UsageError, WorkloadError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.comparison import NEAR_TIES, is_discrete
 
-GOLDEN = "golden.safetensors"
-MAX_HEADER = 4 << 20
 LIMIT_MB = 64.0
 """Most megabytes of test vectors; the first case is always kept."""
 HEADROOM = 2.0
@@ -85,12 +83,8 @@ class Golden:
     def errors(self, run: Run) -> list[float]:
         """The largest error of each output over all cases: absolute, but scaled down for values above :meth:`scales`. For
         integers and booleans: the largest share of differing values. Infinite if shape or dtype differ or NaN appears."""
-        worst = [0.0] * len(self.cases[0].outputs)
-        for case in self.cases:
-            outputs = run([tensor.clone() for tensor in case.inputs])
-            for i, want in enumerate(case.outputs):
-                worst[i] = max(worst[i], output_error(outputs[i], want, self.scales[i]) if i < len(outputs) else math.inf)
-        return worst
+        pairs = [(case.inputs, case.outputs) for case in self.cases]
+        return worst_errors(pairs, lambda inputs: run([tensor.clone() for tensor in inputs]), self.scales, output_error)
 
     @functools.cached_property
     def scales(self) -> tuple[float, ...]:
@@ -124,39 +118,7 @@ class Golden:
         Raises:
             IntegrityError: the file is damaged or contains other tensors.
         """
-        _check_header(path)
-        try:
-            found = load_file(path)
-        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-            raise IntegrityError(f"{path.name} is damaged: {error}.") from error
-        wanted = {
-            f"{case}.{kind}.{i}"
-            for case in range(cases)
-            for kind, n in (("inputs", inputs), ("outputs", outputs))
-            for i in range(n)
-        }
-        if set(found) != wanted:
-            odd = sorted(set(found) ^ wanted)[0]
-            raise IntegrityError(
-                f"{path.name} does not hold the {counted(cases, 'case')} of the manifest: {odd[:80]!r} is missing or extra."
-            )
-        return cls(
-            tuple(
-                Case(
-                    tuple(found[f"{case}.inputs.{i}"] for i in range(inputs)),
-                    tuple(found[f"{case}.outputs.{i}"] for i in range(outputs)),
-                )
-                for case in range(cases)
-            )
-        )
-
-
-def _check_header(path: pathlib.Path) -> None:
-    size = os.path.getsize(path)
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if header > min(size - 8, MAX_HEADER):
-        raise IntegrityError(f"{path.name} has {size} bytes and claims a header of {header}; it is not read.")
+        return cls(tuple(Case(*pair) for pair in read_vectors(path, load_file, cases, inputs, outputs)))
 
 
 def _case(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Case:
@@ -217,11 +179,9 @@ def output_error(got: torch.Tensor, want: torch.Tensor, scale: float) -> float:
     share of differing values. Infinite if shape or dtype differ or a value of either is not finite."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return math.inf
-    if not want.numel():
-        return 0.0
-    if is_discrete(want.dtype):
-        return float((got.cpu() != want).double().mean())
-    a, b = got.detach().cpu().to(_wide(want.dtype)), want.to(_wide(want.dtype))
-    difference = (a - b).abs() * (scale / b.abs().clamp(min=scale))
-    worst = torch.where(a == b, torch.zeros_like(difference), difference).max().item()
-    return worst if math.isfinite(worst) else math.inf
+    return array_error(_array(got), _array(want), scale)
+
+
+def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    plain = tensor.detach().cpu()
+    return (plain if is_discrete(plain.dtype) else plain.to(_wide(plain.dtype))).resolve_conj().resolve_neg().numpy()

@@ -16,6 +16,7 @@ from trimtab._internal.user_code import writing
 from trimtab.artifact.manifest import (
     BASELINE,
     EVIDENCE,
+    GOLDEN,
     MODEL,
     README,
     RUN,
@@ -26,7 +27,7 @@ from trimtab.artifact.manifest import (
     write_manifest,
 )
 from trimtab.artifact.templates import readme, run_script
-from trimtab.artifact.test_vectors import GOLDEN, Case, Golden
+from trimtab.artifact.test_vectors import Case, Golden
 from trimtab.core.backend import BACKENDS, Backend, Executable
 from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Signature

@@ -13,22 +13,23 @@ import torch
 from torch._C import _from_dlpack as from_dlpack  # torch's public wrappers take longer than the conversion itself
 from torch._C import _to_dlpack as to_dlpack
 
+from trimtab.backends.common import onnx_file
 from trimtab.backends.common import onnx_int8 as int8
-from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.foreign import (
-    CONVERSION_ERRORS,
     Conversion,
     Row,
     Run,
     calibration_rows,
-    io_names,
     no_numpy_form,
     put_back,
     read_conversion,
     returned,
     returning,
 )
-from trimtab.backends.common.onnx_export import MODEL, TRACING, export_onnx, model_files, refuse_unsafe, stamp
+from trimtab.backends.common.io_names import io_names
+from trimtab.backends.common.onnx_export import TRACING, export_onnx, model_files, stamp
+from trimtab.backends.common.onnx_file import FATAL, MODEL, load_model, open_model
 from trimtab.backends.common.scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
@@ -43,15 +44,12 @@ from trimtab.tensors.weights import weights
 
 _EXACTLY = f"""    flags = open("/proc/cpuinfo").read().split() if platform.system() == "Linux" else ["avx_vnni"]
     if platform.machine() in ("x86_64", "AMD64") and {{"avx512_vnni", "avx_vnni"}}.isdisjoint(flags):  # else sums saturate
-        options.add_session_config_entry("{int8.EXACTLY}", "1")
+        options.add_session_config_entry("{onnx_file.EXACTLY}", "1")
 """
 """Code for ``run.py`` that enables exact int8 products on the CPU that it runs on."""
 
 
 BOOLEAN = "tensor(bool)"
-FATAL = 4
-"""Log level of sessions: fatal errors only. Errors are raised anyway, and messages would print node names from an untrusted
-file to the terminal unfiltered."""
 
 
 class OnnxExecutable(Executable):
@@ -117,6 +115,10 @@ class OnnxExecutable(Executable):
                 profiled.run(leaves)
             events = json.loads(pathlib.Path(session.end_profiling()).read_text(encoding="utf-8"))
         return operator_shares(_kernels(events), repeats)
+
+    def _twin(self) -> Executable:
+        """The same session, which takes calls of several threads at once."""
+        return OnnxExecutable(self._session, self.signature, self.settings, self._folder)
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the ONNX file, and its external weights if there are any."""
@@ -216,7 +218,7 @@ class OnnxRuntime(Backend):
                     candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t)
                 ) as quantized:
                     copy_files(quantized, model_files(quantized), folder, link=True)
-        session, unoptimized = self._session(folder, candidate.settings)
+        session, unoptimized = open_model(folder, threads=candidate.settings.threads, spinning=self.spinning)
         executable = OnnxExecutable(session, signature, candidate.settings, folder, owned)
         executable.notes += [unoptimized] if unoptimized else []
         executable.notes += _notes(candidate, signature, facts)
@@ -226,12 +228,8 @@ class OnnxRuntime(Backend):
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Check that the file refers to no other files, and create a session."""
-        facts = refuse_unsafe(folder)
-        exactly = self.precision != "f32" and facts.get("trimtab.weight_bits") != "7" and not environment.has_vnni()
-        try:
-            return OnnxExecutable(self._session(folder, settings, exactly=exactly)[0], signature, settings, folder)
-        except CompileError as error:
-            raise IntegrityError(f"{folder / MODEL} cannot be loaded: {error}") from error
+        session = load_model(folder, threads=settings.threads, spinning=self.spinning, int8=self.precision != "f32")
+        return OnnxExecutable(session, signature, settings, folder)
 
     def script(self) -> str:
         """Runs the ONNX file with ONNX Runtime; 8-bit weights are computed exactly on any x86 CPU, as in :meth:`load`."""
@@ -272,21 +270,8 @@ def load(folder, threads):
         int8.remove_prepared(folder)
 
     def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
-        return OnnxExecutable(self._session(folder, Settings())[0], signature, Settings(), folder).run
-
-    def _session(self, folder: pathlib.Path, settings: Settings, *, exactly: bool = False) -> tuple[Any, str | None]:
-        onnxruntime = require("onnxruntime")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = FATAL
-        options.intra_op_num_threads = settings.threads or 0
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(self.spinning)))
-        if exactly:
-            options.add_session_config_entry(int8.EXACTLY, "1")
-        try:
-            return open_session(folder / MODEL, options)
-        except (*CONVERSION_ERRORS, *runtime_errors()) as error:
-            raise CompileError(f"ONNX Runtime cannot open the model: {first_line(error)}.") from error
+        session = open_model(folder, threads=None, spinning=self.spinning)[0]
+        return OnnxExecutable(session, signature, Settings(), folder).run
 
 
 def _kernels(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,9 @@ import torch
 from torch import nn
 
 from trimtab.backends.common import openvino_conversion as ir
-from trimtab.backends.common.causes import first_line
+from trimtab.backends.common import openvino_file as file
+from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.foreign import (
-    CONVERSION_ERRORS,
     Row,
     Run,
     calibration_rows,
@@ -25,13 +26,12 @@ from trimtab.backends.common.foreign import (
     returning,
 )
 from trimtab.backends.common.openvino_request import Request, run_queue
-from trimtab.backends.common.openvino_rules import check_model
 from trimtab.backends.common.scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import OperatorTime
 from trimtab.core.settings import Settings
-from trimtab.core.signature import Signature, TensorSpec
+from trimtab.core.signature import Signature
 from trimtab.core.technique import Choice, install_hint, missing_package
 from trimtab.errors import CompileError, InputError, IntegrityError, UsageError
 from trimtab.tensors.weights import weights
@@ -48,17 +48,19 @@ class OpenVinoExecutable(Executable):
         super().__init__(signature, settings)
         self._folder, self._config, self._owned = folder, config, owned
         self._graph = returned(signature)
-        model = _read(folder)
+        model = file.read_model(folder)
         if (len(model.inputs), len(model.outputs)) != (len(signature.inputs), len(self._graph.outputs)):
-            raise IntegrityError(f"{folder / ir.MODEL} has other inputs or outputs than the signature: {signature.describe()}.")
-        shapes = _hot_shapes(model, folder, signature)
+            raise IntegrityError(
+                f"{folder / file.MODEL} has other inputs or outputs than the signature: {signature.describe()}."
+            )
+        shapes = file.hot_shapes(model, folder, signature)
         # kept in memory for other sizes; the files may be gone or replaced by then
         self._model = model.clone() if shapes is None or signature.dims else None
-        self._through = ir.given_back(model)
+        self._through = file.given_back(model)
         self._hot: Request | None = None
         self._any: Request | None = None
         if shapes is not None:
-            _reshape(model, shapes)
+            file.reshape(model, shapes)
             self._hot = Request(self._compile(model), self._graph, self._through)
         self._shapes = [torch.Size(shape) for shape in shapes or []]
         self._takes_empty = any(dim.min == 0 for dim in signature.dims)
@@ -82,14 +84,24 @@ class OpenVinoExecutable(Executable):
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
         """OpenVINO's performance counters, of a second compilation with counters enabled; names include the kernel."""
-        model = _read(self._folder)
-        _reshape(model, [list(leaf.shape) for leaf in leaves])
+        model = file.read_model(self._folder)
+        file.reshape(model, [list(leaf.shape) for leaf in leaves])
         request = Request(self._compile(model, {"PERF_COUNT": True}), self._graph, self._through)
         return request.operator_times(leaves, repeats)
 
+    def _twin(self) -> Executable:
+        """The same compiled models, with requests of its own."""
+        twin = copy.copy(self)
+        twin._owned = None
+        twin._hot, twin._any = (
+            None if request is None else Request(request.compiled, self._graph, self._through)
+            for request in (self._hot, self._any)
+        )
+        return twin
+
     def save(self, folder: pathlib.Path) -> list[str]:
         """Copy the model, with its dynamic dimensions, and its weights."""
-        return copy_files(self._folder, ir.FILES, folder)
+        return copy_files(self._folder, file.FILES, folder)
 
     def close(self) -> None:
         """Free the compiled models and the copy of the files."""
@@ -115,14 +127,12 @@ class OpenVinoExecutable(Executable):
                 raise InputError(f"The model was built for the sizes {self.signature.describe()} only, or it is closed.")
             self._any = Request(self._compile(self._model), self._graph, self._through)
             if self._takes_empty:
-                self._any.run(_smallest(self.signature))
+                shapes = zip(file.smallest(self.signature), self.signature.inputs, strict=True)
+                self._any.run([torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for shape, spec in shapes])
         return self._any
 
     def _compile(self, model: Any, more: Mapping[str, Any] | None = None) -> Any:
-        try:
-            return ir.core().compile_model(model, "CPU", {**self._config, **(more or {})})
-        except CONVERSION_ERRORS as error:
-            raise CompileError(f"OpenVINO cannot compile the model: {first_line(error)}.") from error
+        return file.compiled(model, {**self._config, **(more or {})})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +218,7 @@ class OpenVino(Backend):
         """Int8 needs nncf; bfloat16 needs CPU instructions."""
         if self.precision.startswith("int8") and missing_package(("nncf",)):
             return f"openvino with {self.precision} needs nncf, which is not installed: {install_hint('nncf')}."
-        if "bf16" in (self.precision, self.rest) and "BF16" not in ir.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        if "bf16" in (self.precision, self.rest) and "BF16" not in file.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             return "This CPU has no bfloat16 instructions (avx512_bf16 or amx_bf16). Use f32."
         return None
 
@@ -222,7 +232,7 @@ class OpenVino(Backend):
 
     def compile(self, candidate: Candidate) -> Executable:
         """Convert (or reuse the conversion of an earlier trial), quantize, and compile for the example's sizes."""
-        openvino = ir.runtime()
+        openvino = file.runtime()
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
         graph = returning(candidate)
@@ -234,9 +244,9 @@ class OpenVino(Backend):
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
                 made = data_fingerprint(rows, self.precision, self.operators)
                 with shared_folder(candidate, f"{name}-{made}", lambda target: self._quantize(rows, base, target)) as quantized:
-                    copy_files(quantized, ir.FILES, folder, link=True)
+                    copy_files(quantized, file.FILES, folder, link=True)
             else:
-                copy_files(base, ir.FILES, folder, link=True)
+                copy_files(base, file.FILES, folder, link=True)
         executable = OpenVinoExecutable(folder, self._config(candidate.settings), signature, candidate.settings, owned)
         if lost := [dim.name for dim in candidate.signature.dims if dim not in signature.dims]:
             executable.notes.append(f"Built for the example's {', '.join(lost)} only: {' '.join(facts.notes)}")
@@ -245,14 +255,11 @@ class OpenVino(Backend):
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Read the model and compile it for the sizes that it was made for."""
-        for file in ir.FILES:
-            if (folder / file).is_symlink() or not (folder / file).is_file():
-                raise IntegrityError(f"{folder / file} is missing or a link.")
-        check_model(folder / ir.MODEL, folder / ir.WEIGHTS)
+        file.check_files(folder)
         try:
             return OpenVinoExecutable(folder, self._config(settings), signature, settings)
         except CompileError as error:
-            raise IntegrityError(f"{folder / ir.MODEL} cannot be loaded: {error}") from error
+            raise IntegrityError(f"{folder / file.MODEL} cannot be loaded: {error}") from error
 
     def script(self) -> str:
         """Runs the model with OpenVINO: compiled for the first sizes that come, and for any size when others follow."""
@@ -279,7 +286,7 @@ def load(folder, threads):
 
     def _quantize(self, rows: Sequence[Row], base: pathlib.Path, folder: pathlib.Path) -> None:
         try:
-            model = _read(base)
+            model = file.read_model(base)
             if self.precision == "int8_weights":
                 model = ir.compress(model)
             else:
@@ -289,14 +296,9 @@ def load(folder, threads):
             raise CompileError(f"NNCF cannot quantize this model ({self.precision}): {first_line(error)}.") from error
 
     def _config(self, settings: Settings) -> dict[str, Any]:
-        config: dict[str, Any] = {"PERFORMANCE_HINT": self.hint.upper(), "INFERENCE_PRECISION_HINT": "f32"}
-        if "bf16" in (self.precision, self.rest):
-            config["INFERENCE_PRECISION_HINT"] = "bf16"
-        if settings.threads is not None:
-            config["INFERENCE_NUM_THREADS"] = settings.threads
-        if self.streams is not None:
-            config["NUM_STREAMS"] = self.streams
-        return config
+        return file.configuration(
+            precision=self.precision, rest=self.rest, hint=self.hint, streams=self.streams, threads=settings.threads
+        )
 
     def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
         return OpenVinoExecutable(folder, OpenVino()._config(Settings()), signature, Settings()).run
@@ -306,44 +308,3 @@ def _recurrent(model: nn.Module) -> bool:
     """Whether the model has recurrent layers, or TorchScript, whose layers are hidden."""
     kinds = (nn.RNNBase, nn.RNNCellBase, torch.jit.ScriptModule)
     return any(isinstance(part, kinds) for module in model.modules() for part in (module, *vars(module).values()))
-
-
-def _read(folder: pathlib.Path) -> Any:
-    """The model with its weights in memory; mapped weights would change if the file is overwritten in place."""
-    try:
-        return ir.core().read_model(folder / ir.MODEL, folder / ir.WEIGHTS, {"ENABLE_MMAP": False})
-    except CONVERSION_ERRORS as error:
-        raise CompileError(f"OpenVINO cannot read the model: {first_line(error)}.") from error
-
-
-def _reshape(model: Any, shapes: Sequence[Sequence[int]]) -> None:
-    try:
-        model.reshape({port: ir.runtime().PartialShape(list(shape)) for port, shape in zip(model.inputs, shapes, strict=True)})
-    except CONVERSION_ERRORS as error:
-        raise CompileError(f"OpenVINO cannot compile the model for the sizes {list(shapes)}: {first_line(error)}.") from error
-
-
-def _smallest(signature: Signature) -> list[torch.Tensor]:
-    """Zeros of the smallest sizes above 0 that the signature allows."""
-    least = {dim.name: dim.holding(1) for dim in signature.dims}
-    return [
-        torch.zeros([least[size] if isinstance(size, str) else size for size in spec.shape], dtype=getattr(torch, spec.dtype))
-        for spec in signature.inputs
-    ]
-
-
-def _hot_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[list[int]] | None:
-    """The shapes to optimize for from the file. Refused if the signature does not allow them."""
-    try:
-        shapes = ir.hot_shapes(model)
-        if shapes is not None:
-            signature.check(
-                [torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta") for s, spec in _pairs(shapes, signature)]
-            )
-    except CONVERSION_ERRORS as error:  # an InputError is a ValueError
-        raise IntegrityError(f"{folder / ir.MODEL} names sizes that it was not built for: {first_line(error)}.") from error
-    return shapes
-
-
-def _pairs(shapes: list[list[int]], signature: Signature) -> list[tuple[list[int], TensorSpec]]:
-    return list(zip(shapes, signature.inputs, strict=True))

@@ -39,6 +39,7 @@ STAGES = {
     "tuned": "tuning PyTorch itself",
     "lossless": "trying runtimes that keep full precision",
     "precision": "trying less precision, within the accuracy limit",
+    "compressed": "trying smaller networks, trained to follow the model",
     "knobs": "turning the knobs of the best so far",
     "tpe": "searching the whole space, guided by what was found",
 }

@@ -63,6 +63,10 @@ def optimize_command(
     sampler: Annotated[
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
+    compress: Annotated[
+        Literal["off", "auto", "prune"],
+        typer.Option(metavar="HOW", help="Smaller networks, trained to follow the model: prune, or auto."),
+    ] = "off",
     out: Annotated[
         pathlib.Path | None,
         typer.Option(parser=typed("runs/model"), metavar="FOLDER", help="Run folder; a study there goes on [runs/NAME]."),
@@ -95,6 +99,7 @@ def optimize_command(
     budget_s = None if budget is None else seconds(budget, "--budget")
     options: dict[str, Any] = {"budget": budget_s, "trials": trials, "objective": objective, "sampler": sampler, "out": out}
     options |= {
+        "compress": compress,
         "storage": storage,
         "fresh": fresh,
         "seed": seed,

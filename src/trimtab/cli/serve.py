@@ -49,6 +49,10 @@ def serve_command(
     token_file: Annotated[str | None, typer.Option(metavar="FILE", help="File with a token that clients must send.")] = None,
     tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Certificate for TLS.")] = None,
     tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="Key of the certificate.")] = None,
+    watch: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Look this often for a new artifact in each folder, and load it.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where the models run; artifacts run on the cpu.")] = None,
     config: Annotated[
         pathlib.Path | None, typer.Option(parser=File, metavar="FILE", help="The same options in a TOML file; flags win.")
     ] = None,
@@ -76,7 +80,7 @@ def serve_command(
         **{"deadline": deadline, "max_body": max_body, "p99": p99, "memory": memory, "host": host, "port": port},
         **{"shadow": shadow, "shadow_from": shadow_from or None, "canary": canary, "canary_time": canary_time},
         **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "grpc_port": grpc_port, "no_grpc": no_grpc},
-        **{"token_file": token_file, "log_requests": log_requests},
+        **{"token_file": token_file, "log_requests": log_requests, "watch": watch, "device": device},
     }
     options = late("serve.options").read_options(artifacts or [], flags, config)
     for package in PACKAGES:

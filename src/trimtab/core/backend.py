@@ -6,12 +6,9 @@ import abc
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trimtab._internal.registry import Registry
-from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import OperatorTime
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
@@ -19,6 +16,13 @@ from trimtab.core.technique import Technique
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.system import affinity
 from trimtab.tensors.structure import unflatten
+
+if TYPE_CHECKING:
+    import torch
+
+    from trimtab.core.candidate import Candidate
+else:
+    from trimtab.tensors import late_torch as torch
 
 
 class Executable(abc.ABC):
@@ -83,6 +87,24 @@ class Executable(abc.ABC):
         """Time per operator, from the runtime's own profiler. ``None`` if torch runs the operators, because torch's profiler
         sees them. Slow: the runtime may be started once more."""
         return None
+
+    def instances(self, n: int) -> list[Executable]:
+        """``n`` executables of this model, this one among them, for as many threads that call it at the same time. They share
+        its weights and close with it.
+
+        Raises:
+            UsageError: ``n`` is below 1, or the runtime takes one call at a time.
+        """
+        if n < 1:
+            raise UsageError(f"instances({n!r}): at least one is needed, this one.")
+        return [self, *[self._twin() for _ in range(n - 1)]]
+
+    def _twin(self) -> Executable:
+        """Another executable of the same loaded model."""
+        raise UsageError(
+            f"A {type(self).__name__} takes one call at a time in a process. Load the artifact in several processes, as "
+            "trimtab serve does."
+        )
 
     def synchronize(self) -> None:  # noqa: B027 - on the CPU there is nothing to wait for
         """Wait until all started work is done."""

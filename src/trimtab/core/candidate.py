@@ -18,6 +18,7 @@ from trimtab._internal.user_code import user_code
 from trimtab.core.dynamic_dims import following, tried
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
+from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.hardware.environment import IMPORT_ERRORS
 from trimtab.tensors.comparison import ordered, stretched
@@ -46,6 +47,12 @@ class Candidate:
     """Real inputs for quantizers, as ``(args, kwargs)``. They are never scored."""
     scratch: pathlib.Path | None = None
     """Folder for files that other trials of the study can reuse, such as an exported graph."""
+    training: TrainingExamples | None = None
+    """Examples for passes that train; ``None`` unless the study compresses."""
+    teacher: nn.Module | None = None
+    """The model as written, in evaluation mode. A pass that trains follows its outputs, and must not change it."""
+    notes: tuple[str, ...] = ()
+    """Sentences of passes for the trial, such as what was trained on."""
 
     @classmethod
     def of(

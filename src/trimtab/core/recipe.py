@@ -38,6 +38,11 @@ class Recipe:
         return all(step.exact for step in (*self.passes, self.backend))
 
     @property
+    def compresses(self) -> bool:
+        """Whether a pass makes another network of the model."""
+        return any(step.compresses for step in self.passes)
+
+    @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that identify this recipe."""
         return hashlib.sha256(dumps(self, indent=None).encode()).hexdigest()[:12]

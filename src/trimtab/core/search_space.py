@@ -19,8 +19,8 @@ COSTS = ("seconds", "minute", "minutes")
 
 
 def passes(*, exact: bool) -> list[Pass]:
-    """A default instance of each inference pass whose ``exact`` has the given value."""
-    found = [PASSES[name]() for name in PASSES if "infer" in PASSES[name].modes]
+    """A default instance of each inference pass whose ``exact`` has the given value, without those that compress."""
+    found = [PASSES[name]() for name in PASSES if "infer" in PASSES[name].modes and not PASSES[name].compresses]
     return [step for step in found if step.exact == exact]
 
 
@@ -38,6 +38,12 @@ def knobs() -> list[Pass]:
 def backends() -> list[Backend]:
     """A default instance of every backend, cheapest to compile first."""
     return sorted((BACKENDS[name]() for name in BACKENDS), key=lambda backend: (COSTS.index(backend.cost), backend.name))
+
+
+def compressing() -> list[Pass]:
+    """A default instance of each pass that makes a smaller network, without those that train it."""
+    found = [PASSES[name]() for name in PASSES if PASSES[name].compresses]
+    return [step for step in found if "training" not in step.needs]
 
 
 def training() -> list[Pass]:
@@ -59,10 +65,10 @@ def variants(technique: Any, *, without: Collection[str] = ()) -> list[Any]:
     return found
 
 
-def techniques() -> Iterator[Technique]:
+def techniques(*, compress: bool = False) -> Iterator[Technique]:
     """Every technique, in every variant, that the ladder may use; for looking up in advance why some cannot run."""
     for name in PASSES:
-        if "infer" in PASSES[name].modes:
+        if "infer" in PASSES[name].modes and (compress or not PASSES[name].compresses):
             step = PASSES[name]()
             yield from (step, *variants(step))
     for backend in backends():
@@ -84,7 +90,7 @@ def parameters(recipe: Recipe) -> tuple[dict[str, Any], dict[str, CategoricalDis
     spaces = {"backend": CategoricalDistribution(sorted(BACKENDS))}
     steps: Mapping[str, Technique] = {step.name: step for step in recipe.passes}
     for name in PASSES:
-        if "infer" in PASSES[name].modes or name in steps:
+        if ("infer" in PASSES[name].modes and not PASSES[name].compresses) or name in steps:
             values[f"pass.{name}"] = name in steps
             spaces[f"pass.{name}"] = CategoricalDistribution([False, True])
     for technique in (*recipe.passes, recipe.backend):

@@ -7,8 +7,6 @@ import operator
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from torch.nn.attention import SDPBackend
-
 from trimtab._internal.serialization import type_hints
 from trimtab._internal.text import of_type
 from trimtab._internal.validation import by_name, fits, options
@@ -222,12 +220,3 @@ def _check(given: Any, group: str = "") -> None:
             raise UsageError(f"Settings {name} is {value!r}; it can be {options(hint)}.")
         elif name in _POSITIVE and isinstance(value, (int, float)) and not value > 0:
             raise UsageError(f"Settings {name} is {value}; it must be above zero.")
-
-
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-"""Names in settings -> torch's."""

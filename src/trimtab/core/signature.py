@@ -7,13 +7,16 @@ import inspect
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from trimtab._internal.text import of_type
 from trimtab.errors import InputError, UsageError
 from trimtab.tensors.structure import Structure, difference, flatten, names, rearranged
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from trimtab.tensors import late_torch as torch
 
 MOST_PASSED = 256
 """Most combinations of shapes whose check is cached."""
@@ -21,12 +24,12 @@ _KIND = operator.attrgetter("dtype", "shape")
 
 STORED = frozenset(
     {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *("float64", "float32", "float16", "bfloat16", "complex64", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     }
 )
-"""Dtypes that safetensors can store."""
+"""Names of the dtypes that safetensors can store."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +234,18 @@ class Signature:
                     raise InputError(f"Dimension {want!r} of {spec.name!r} is {size}; this was built for {dims[want].bounds}.")
         return known
 
+    def takes(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether inputs may have ``shapes``. Needs no tensors."""
+        known: dict[str, int] = {}
+        dims = {dim.name: dim for dim in self.dims}
+        if [len(shape) for shape in shapes] != [len(spec.shape) for spec in self.inputs]:
+            return False
+        pairs = [pair for spec, shape in zip(self.inputs, shapes, strict=True) for pair in zip(spec.shape, shape, strict=True)]
+        return all(
+            want == size if isinstance(want, int) else known.setdefault(want, size) == size and size in dims[want]
+            for want, size in pairs
+        )
+
     def without_dims(
         self, example: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, but: Collection[str] = ()
     ) -> Signature:
@@ -328,7 +343,7 @@ def require_plain(leaves: Sequence[torch.Tensor], leaf_names: Sequence[str], wha
                 f"The {what} {name!r} is a sparse tensor ({kind}), which cannot cross to another runtime. Give it dense, with "
                 ".to_dense(), or wrap the model so that it makes it sparse itself from indices and values."
             )
-        if leaf.dtype not in STORED:
+        if dtype_name(leaf.dtype) not in STORED:
             fix = "Use complex64, or torch.view_as_real" if leaf.is_complex() else "Convert it, with .dequantize() or .float()"
             raise UsageError(
                 f"The {what} {name!r} has the dtype {dtype_name(leaf.dtype)}, which no file of tensors can hold. {fix}, in a "

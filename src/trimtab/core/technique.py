@@ -12,15 +12,17 @@ import importlib
 import importlib.util
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from trimtab._internal.registry import Registry
 from trimtab._internal.serialization import fields_from_json, fields_to_json, type_hints
 from trimtab._internal.text import error_text, shortened
 from trimtab._internal.user_code import user_code
-from trimtab.core.candidate import Candidate
 from trimtab.errors import MissingPackageError, UsageError, WorkloadError
 from trimtab.hardware.environment import IMPORT_ERRORS, OPTIONAL
+
+if TYPE_CHECKING:
+    from trimtab.core.candidate import Candidate
 
 Mode = Literal["infer", "train"]
 
@@ -65,7 +67,7 @@ class Technique(abc.ABC):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Data needed besides the example inputs: ``"calibration"``, or nothing."""
+        """Data needed besides the example inputs: ``"calibration"``, ``"training"``, or nothing."""
         return frozenset()
 
     def why_not_here(self) -> str | None:
@@ -87,6 +89,11 @@ class Technique(abc.ABC):
             return reason
         if "calibration" in self.needs and not candidate.calibration:
             return f"{self.name} needs calibration data: give the workload calibration=... or an evaluation to take some from."
+        if "training" in self.needs and (candidate.training is None or candidate.teacher is None):
+            return (
+                f"{self.name} needs data to train on, which only a study that compresses reads (--compress): give the workload "
+                "training=trimtab.Training(data=...), or calibration=... for training without labels."
+            )
         return _reason_or_error(f"{self.name} cannot look at this model", lambda: self.why_not(candidate))
 
     def blocked_here(self) -> str | None:
@@ -124,6 +131,9 @@ class Pass(Technique):
     verbose = True
     sets: ClassVar[frozenset[str]] = frozenset()
     """Names of the :class:`Settings` fields that this pass changes. A backend that ignores one of them refuses the recipe."""
+    compresses: ClassVar[bool] = False
+    """Whether it makes another, smaller network, or trains one. Tried only with ``--compress``. Its outputs may be far from the
+    original's until the network is trained, so the test vectors of an artifact come from the rewritten model."""
 
     @abc.abstractmethod
     def apply(self, candidate: Candidate) -> Candidate:

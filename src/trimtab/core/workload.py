@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -12,12 +10,12 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trimtab._internal import units
 from trimtab._internal.text import of_type
 from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab._internal.validation import by_name, checked_call
 from trimtab.core.capture import Call, record
 from trimtab.core.dynamic_dims import describe_dims
+from trimtab.core.limits import PRESETS, Limits
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim
 from trimtab.errors import UsageError, WorkloadError
@@ -25,9 +23,6 @@ from trimtab.tensors.structure import flatten
 from trimtab.tensors.torchscript_modules import allow_modes
 
 __all__ = ["BY_HAND", "PRESETS", "Evaluation", "Limits", "Training", "Workload", "as_call", "user_code"]
-
-PRESETS = {"mlperf-99": 0.01, "mlperf-99.9": 0.001}
-"""Accuracy limits by name: the share of the model's own score that may be lost. The values are those of MLPerf Inference."""
 
 
 @by_name
@@ -102,8 +97,9 @@ class Training:
 
     data: Any
     """A loader of batches that can be iterated repeatedly, or a function without arguments that makes one."""
-    optimizer: Callable[[Any], Any]
-    """``optimizer(parameters)`` -> a :class:`torch.optim.Optimizer`."""
+    optimizer: Callable[[Any], Any] | None = None
+    """``optimizer(parameters)`` -> a :class:`torch.optim.Optimizer`. Required for :func:`trimtab.tune`; compression has its
+    own."""
     loss: Callable[..., Any] | None = None
     """The loss function, as the Trainer takes it; ``None`` if the model returns its loss."""
     schedule: Callable[[Any, int], Any] | None = None
@@ -118,114 +114,13 @@ class Training:
             )
         for name in ("optimizer", "loss", "schedule"):
             value = getattr(self, name)
-            if (value is not None or name == "optimizer") and not callable(value):
+            if value is not None and not callable(value):
                 raise UsageError(
                     f"Training {name} is {of_type(value)}, which cannot be called. Give a function, because every "
                     "trial makes its own."
                 )
         if not callable(self.data) and not hasattr(self.data, "__iter__"):
             raise UsageError(f"Training data is {of_type(self.data)}; give a loader of batches, or a function that makes one.")
-
-
-@by_name
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits that a recipe must keep. ``None`` means no limit, except that ``max_drop=None`` means ``"mlperf-99"``.
-
-    A text with a unit, such as ``latency_ms="4ms"`` or ``max_drop="0.5%"``, is converted to the number in the field's unit.
-    """
-
-    max_drop: float | str | None = None
-    """Largest drop of the score, in its own unit (0.005 is half a point of accuracy), or ``"mlperf-99"`` or ``"mlperf-99.9"``.
-    The *upper* bound of the drop must keep it. In training: the largest increase of the final loss."""
-    max_error: float = 0.05
-    """Largest root mean square error of the outputs, relative to their standard deviation. Used if there are no labels."""
-    latency_ms: float | None = None
-    """Largest median latency of one call on the example, in milliseconds."""
-    memory_mb: float | None = None
-    """Largest peak memory in MB (10**6 bytes) of a fresh process that loads and calls the model, or trains it, above its memory
-    after importing torch."""
-    size_mb: float | None = None
-    """Largest size of the runtime's files, in MB (10**6 bytes)."""
-    throughput: float | None = None
-    """Least examples per second, where throughput is the objective."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.max_drop, str) and self.max_drop not in PRESETS and not re.match(r"\s*[0-9.]", self.max_drop):
-            raise UsageError(f"max_drop is {self.max_drop!r}; use a number like 0.005 or one of {', '.join(PRESETS)}.")
-        for field in dataclasses.fields(self):
-            value, (read, example) = getattr(self, field.name), _READ[field.name]
-            preset = field.name == "max_drop" and isinstance(value, str) and value in PRESETS
-            if isinstance(value, str) and not preset:
-                object.__setattr__(self, field.name, value := read(value, field.name))
-            if value is not None and not preset and not isinstance(value, numbers.Real):
-                raise UsageError(f"{field.name} is {value!r}; give a number or a text with a unit, such as {example!r}.")
-            if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):  # such as a numpy number
-                object.__setattr__(self, field.name, value := float(value))
-            if isinstance(value, float) and not math.isfinite(value):
-                way_out = "Give a large one, such as 1e9" if field.name.startswith("max_") else "Leave it out for none"
-                raise UsageError(f"{field.name} is {value}; a limit is a finite number. {way_out}.")
-            if isinstance(value, (int, float)) and not (value >= 0 if field.name == "max_drop" else value > 0):
-                raise UsageError(f"{field.name} is {value}; a limit is a positive number.")
-
-    @classmethod
-    @checked_call("Limits.parse")
-    def parse(
-        cls,
-        *,
-        max_drop: str | None = None,
-        max_error: str | None = None,
-        latency: str | None = None,
-        memory: str | None = None,
-        size: str | None = None,
-        throughput: str | None = None,
-    ) -> Limits:
-        """Limits from the texts of the command line: ``0.5%``, ``4ms``, ``500MB``, ``200/s``.
-
-        Raises:
-            UsageError: a unit is missing or wrong, or a text is not a number.
-        """
-        drop = max_drop if max_drop is None or max_drop in PRESETS else units.fraction(max_drop, "--max-drop")
-        return cls(
-            max_drop=drop,
-            max_error=cls.max_error if max_error is None else _error(max_error, "--max-error"),
-            latency_ms=None if latency is None else _milliseconds(latency, "--latency"),
-            memory_mb=None if memory is None else units.megabytes(memory, "--memory"),
-            size_mb=None if size is None else units.megabytes(size, "--size"),
-            throughput=None if throughput is None else units.per_second(throughput, "--throughput"),
-        )
-
-    def drop_limit(self, baseline_score: float) -> float:
-        """The largest drop in score units. A preset is a share of ``baseline_score``; the default preset is ``mlperf-99``."""
-        if isinstance(self.max_drop, (int, float)):
-            return float(self.max_drop)
-        return PRESETS[self.max_drop or "mlperf-99"] * abs(baseline_score)
-
-
-def _error(text: str, name: str) -> float:
-    """Parse a ``max_error``. Numbers from 1 to 100 without ``%`` are refused as forgotten percent signs."""
-    found = units.fraction(text, name)
-    if "%" not in text and 1 <= found < 100:
-        raise UsageError(
-            f"{name} is {text!r}, which allows outputs to be off by {found:.0%} of what they vary by. If {found:g}% was "
-            f"meant, write {name}{' ' if name.startswith('-') else '='}{found:g}%."
-        )
-    return found
-
-
-def _milliseconds(text: str, name: str) -> float:
-    return 1e3 * units.seconds(text, name)
-
-
-_READ: Mapping[str, tuple[Callable[[str, str], float], str]] = {
-    "max_drop": (units.fraction, "0.5%"),
-    "max_error": (_error, "5%"),
-    "latency_ms": (_milliseconds, "4ms"),
-    "memory_mb": (units.megabytes, "500MB"),
-    "size_mb": (units.megabytes, "5MB"),
-    "throughput": (units.per_second, "200/s"),
-}
-"""Limit -> the function that reads it from a text, and an example of such a text."""
 
 
 @by_name
@@ -253,7 +148,8 @@ class Workload:
     mode: Literal["infer", "train"] = "infer"
     """What to optimize: calls of the model (:func:`trimtab.optimize`) or its training (:func:`trimtab.tune`)."""
     training: Training | None = None
-    """How the model is trained, for :func:`trimtab.tune`. Required with ``mode="train"``, which needs no ``inputs``."""
+    """How the model is trained, for :func:`trimtab.tune`. Required with ``mode="train"``, which needs no ``inputs``. With
+    ``mode="infer"``, the data and the loss with which ``optimize(compress=...)`` trains smaller forms of the model."""
     seed: int = 0
     """Seed for splitting the data; in training also for the parameters and the order of the data."""
     notes: tuple[str, ...] = ()
@@ -273,6 +169,11 @@ class Workload:
             raise UsageError(f"Workload mode is {self.mode!r}; it can be 'infer' or 'train'.")
         if self.mode == "train" and self.training is None:
             raise UsageError(f"Workload {self.name!r} has mode='train' but no training=...; give a trimtab.Training.")
+        if self.mode == "train" and self.training is not None and self.training.optimizer is None:
+            raise UsageError(
+                f"Workload {self.name!r} has mode='train', and its training no optimizer=...; give a function of the "
+                "parameters, such as torch.optim.AdamW."
+            )
         if self.mode == "infer" and self.inputs is None:
             raise UsageError(f"Workload {self.name!r} has no inputs=...; give what the model is called with.")
         for name, kind in (("evaluation", Evaluation), ("training", Training)):

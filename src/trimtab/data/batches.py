@@ -128,6 +128,15 @@ def _merged(batches: list[Batch], size: int) -> list[Batch]:
     return joined
 
 
+def joined(batches: Sequence[Batch]) -> Batch | None:
+    """All rows in one batch; ``None`` if shapes or constants differ."""
+    if not batches or any(_frame(batch) != _frame(batches[0]) for batch in batches):
+        return None
+    marks = [_is_marked] * len(batches)
+    inputs, target = (concatenate([getattr(batch, name) for batch in batches], marks) for name in ("inputs", "target"))
+    return Batch(inputs, target, sum(batch.rows for batch in batches))
+
+
 def _frame(batch: Batch) -> tuple[Any, Any]:
     """What all rows of a batch have in common: structure, dtypes, shapes but for axis 0, constants."""
     return _common(batch.inputs), _common(batch.target)

@@ -32,7 +32,7 @@ def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
     """
     if evaluation is None:
         return []
-    selection, test, calibration = ([*_digests(part)] for part in (splits.selection, splits.test, splits.calibration))
+    selection, test, calibration = ([*digests(part)] for part in (splits.selection, splits.test, splits.calibration))
     notes = []
     if evaluation.test is not None:
         both = _among(test, selection)
@@ -55,18 +55,18 @@ def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
 
 def _among(part: list[bytes | None], other: Iterable[bytes | None]) -> int:
     known = set(other) - {None}
-    return sum(digest in known for digest in part)
+    return sum(each in known for each in part)
 
 
-def _digests(batches: Iterable[Batch]) -> Iterator[bytes | None]:
+def digests(batches: Iterable[Batch]) -> Iterator[bytes | None]:
     """A digest per example, or per batch that must stay whole; ``None`` if it holds a value that cannot be compared."""
     for batch in batches:
         leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(batch.inputs)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if batch.rows and all(leaf.dim() and leaf.shape[0] == batch.rows for leaf in tensors):
-            yield from (_digest(_row(leaf, row) for leaf in leaves) for row in range(batch.rows))
+            yield from (digest(_row(leaf, row) for leaf in leaves) for row in range(batch.rows))
         else:
-            yield _digest(leaves)
+            yield digest(leaves)
 
 
 def _row(leaf: Any, row: int) -> Any:
@@ -74,16 +74,17 @@ def _row(leaf: Any, row: int) -> Any:
     return leaf[row] if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _digest(leaves: Iterable[Any]) -> bytes | None:
-    digest = hashlib.blake2b(digest_size=16)
+def digest(leaves: Iterable[Any]) -> bytes | None:
+    """A digest of values and dtypes of ``leaves``; ``None`` if one of them cannot be compared."""
+    found = hashlib.blake2b(digest_size=16)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
                 return None  # such as the sparse edges of a graph
-            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            digest.update(raw(leaf).numpy().data)
+            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            found.update(raw(leaf).numpy().data)
         elif leaf is None or isinstance(leaf, PLAIN):
-            digest.update(f"{type(leaf).__name__} {leaf!r}\n".encode(errors="surrogatepass"))
+            found.update(f"{type(leaf).__name__} {leaf!r}\n".encode(errors="surrogatepass"))
         else:
             return None
-    return digest.digest()
+    return found.digest()

@@ -119,7 +119,8 @@ def _pipeline(
 
     candidate = apply_passes(recipe, subject.candidate)
     executable, figures["cold_s"] = start(recipe, candidate)
-    figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": _notes(executable, full)}
+    notes = (*candidate.notes, *_notes(executable, full))
+    figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": notes}
     stated = subject.workload.dynamic is not None
     if stated and (short := _missing_dims(executable, full)):
         return State.FAILED, f"{recipe.backend.name} {short}"

@@ -66,7 +66,8 @@ def materialized(workload: Workload, folder: pathlib.Path, scratch: pathlib.Path
     else:
         model = workload.build_model()
         model.eval()
-    candidate = dataclasses.replace(candidate, model=model, scratch=scratch)
+    teacher = None if candidate.training is None else model
+    candidate = dataclasses.replace(candidate, model=model, teacher=teacher, scratch=scratch)
     return Subject(workload=workload, candidate=candidate, splits=splits, notes=tuple(facts["notes"]))
 
 
@@ -108,10 +109,13 @@ def _outputs(model: nn.Module, candidate: Candidate) -> list[torch.Tensor]:
 
 def _written_data(subject: Subject, path: pathlib.Path) -> str | None:
     """Why the data cannot be written; ``None`` if it was."""
-    candidate = dataclasses.replace(subject.candidate, model=nn.Identity(), scratch=None)
+    candidate = dataclasses.replace(subject.candidate, model=nn.Identity(), teacher=None, scratch=None)
     splits, calls = _compact_splits(subject.splits), _compact(list(candidate.calibration))
     batches = {id(batch): batch for part in (splits.calibration, splits.selection, splits.test) for batch in part}
-    size = sum(tensor.nbytes for tensor in tensors_of([calls, [(batch.inputs, batch.target) for batch in batches.values()]]))
+    pairs = [(batch.inputs, batch.target) for batch in batches.values()]
+    if (training := candidate.training) is not None:
+        pairs += [*training.batches, *training.held_out]
+    size = sum(tensor.nbytes for tensor in tensors_of([calls, pairs]))
     if (reason := _too_large(size, path)) is not None:
         return reason
     try:

@@ -24,6 +24,7 @@ from trimtab.data.batch_independence import ROUNDING, Answer, Judge
 from trimtab.data.batches import rows_of
 from trimtab.data.dynamic_shapes import Specs, as_far_as_it_goes, specs_of
 from trimtab.data.splits import MOST_CALIBRATION, Batch, Splits, split
+from trimtab.data.training_data import training_examples
 from trimtab.errors import InputError, UsageError, WorkloadError
 from trimtab.tensors.comparison import is_discrete, ordered, redrawn
 from trimtab.tensors.structure import cloned, flatten, unflatten
@@ -51,8 +52,8 @@ class Subject:
         return self.candidate.model
 
 
-def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
-    """Build the model, learn its signature on the example inputs, split the data.
+def prepare(workload: Workload, scratch: pathlib.Path | None = None, *, compress: bool = False) -> Subject:
+    """Build the model, learn its signature on the example inputs, split the data; to ``compress``, read training data too.
 
     Raises:
         UsageError: inputs or data are not what a workload can hold.
@@ -91,6 +92,9 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None) -> Subject:
     some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]
     calibration = [batch.call for batch in splits.calibration] if _calibrates(workload) else some
     candidate = dataclasses.replace(candidate, calibration=tuple(calibration))
+    if compress:
+        training, told = training_examples(workload, splits, candidate.signature)
+        candidate, notes = dataclasses.replace(candidate, training=training, teacher=model), [*notes, *told]
     if not candidate.signature.outputs:
         nothing = unflatten(candidate.signature.output_structure, [])
         raise WorkloadError(

@@ -15,14 +15,18 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import psutil
-import torch
 
 from trimtab._internal.serialization import ESCAPED, dumps, fields_from_json, from_json, write_json
 from trimtab.hardware import system
 from trimtab.hardware.peaks import BUSY, Peaks, Rate, measure
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from trimtab.tensors import late_torch as torch
 
 __all__ = ["OPTIONAL", "Environment", "Gpu", "OptionalPackage", "Peaks", "Rate", "cache_folder", "measured_peaks"]
 
@@ -90,6 +94,7 @@ OPTIONAL: tuple[OptionalPackage, ...] = tuple(
         ("openvino", "openvino", "The openvino backend, often the fastest on x86 CPUs."),
         ("nncf", "openvino", "Static int8 and int8 weights for the openvino backend."),
         ("torchao", "quant", "Weight-only and dynamic int8 inside PyTorch."),
+        ("torch_pruning", "prune", "Channels removed from convolutional and recurrent networks, with optimize --compress."),
         ("psycopg", "postgres", "Studies kept in a PostgreSQL database, which several machines can share."),
         ("transformers", "hf", "Loads Hugging Face models, as some of the examples do."),
         ("pynvml", "gpu", "The driver version and the energy of NVIDIA GPUs."),
@@ -298,7 +303,8 @@ def cache_folder() -> pathlib.Path:
 
 def instruction_sets() -> tuple[str, ...]:
     """The instruction sets of this CPU that matter for a model's speed, sorted."""
-    return system.isa(_capabilities())
+    known = system.cpuinfo()
+    return system.isa({} if known.get("flags") or known.get("Features") else _capabilities())
 
 
 def has_vnni() -> bool:
@@ -329,7 +335,7 @@ def _gpus() -> tuple[Gpu, ...]:
             if not torch.cuda.is_available():
                 return ()
             found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    except (RuntimeError, AssertionError):  # the driver does not answer
+    except (RuntimeError, AssertionError, ImportError):  # the driver does not answer, or there is no torch
         return ()
     driver = _driver()
     return tuple(

@@ -10,13 +10,17 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import psutil
-import torch
 
 from trimtab.hardware import system
 from trimtab.tensors.precision import products_of_float32
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from trimtab.tensors import late_torch as torch
 
 Kind = Literal["float32", "bfloat16", "float16", "int8", "memory"]
 Run = Callable[[], object]

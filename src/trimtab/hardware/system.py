@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -103,6 +103,19 @@ def affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def numa_nodes(cores: Collection[int], root: pathlib.Path = ROOT) -> list[list[int]]:
+    """The logical ``cores`` by NUMA node, sorted; one list where the system names no nodes."""
+    found = []
+    for file in sorted(root.glob("sys/devices/system/node/node*/cpulist")):
+        try:
+            parts = [part.split("-") for part in file.read_text(encoding="ascii").strip().split(",") if part]
+        except OSError:
+            continue
+        there = {core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)}
+        found.append(sorted(there & set(cores)))
+    return [node for node in found if node] or [sorted(cores)]
 
 
 def usable_cores() -> int:

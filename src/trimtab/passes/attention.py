@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.settings import KERNELS
 from trimtab.core.technique import Pass
+from trimtab.tensors.attention_kernels import KERNELS
 
 ON_GPUS = ("efficient", "cudnn")
 

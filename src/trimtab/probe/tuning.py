@@ -83,6 +83,8 @@ def tune_script(
     told, begun = on_progress or (lambda words: None), time.monotonic()
     told(f"watching {command.name}")
     record = observe(command, steps=STEPS, seconds=WATCH_SHARE * budget_s, in_place=in_place)
+    if record.network:
+        told(f"each further run connects to {', '.join(record.network)}, as the script does")
     wanted = list(to_try(record, Environment.capture()) if settings is None else settings)
     left = budget_s - (time.monotonic() - begun) - CONFIRM_SHARE * budget_s
     outcomes = measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told) if wanted else []

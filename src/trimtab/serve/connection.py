@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from trimtab.execution import parent_death
 from trimtab.serve.batcher import Item
 from trimtab.serve.frames import Bytes, Reader, pack
+from trimtab.serve.shared_memory import SHARED_BYTES, SharedMemory
 
 INSTANCE = "trimtab.serve.instance"
 GRACE_S = 5.0
@@ -58,6 +59,8 @@ class Instance(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._calls = dict[int, asyncio.Future[dict[str, Any]]]()
         self._number = 0
+        self._shared: tuple[SharedMemory, SharedMemory] | None = None
+        """Memory for large bodies: of batches, and of their answers."""
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
@@ -70,12 +73,16 @@ class Instance(asyncio.Protocol):
         threads = self.settings["threads"]
         own = os.environ if threads is None else os.environ | {"OMP_NUM_THREADS": str(threads)}
         watcher = str(pathlib.Path(str(parent_death.__file__)).resolve())
-        words = [watcher, str(os.getpid()), self._module, str(theirs.fileno()), json.dumps(self.settings)]
+        there, back = SharedMemory.create(), SharedMemory.create()
+        self._shared = (there, back) if there is not None and back is not None else None
+        inherited = [] if self._shared is None else [memory.descriptor for memory in self._shared]
+        settings = json.dumps(self.settings | {"shared": inherited})
+        words = [watcher, str(os.getpid()), self._module, str(theirs.fileno()), settings]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", *words],
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *inherited],
             start_new_session=True,
             env=own,
         )
@@ -104,7 +111,10 @@ class Instance(asyncio.Protocol):
             for shape in shapes:
                 shape[0] = rows
             parts = list(zip(*[item.call.tensors for item in batch], strict=True))
-        self._write({"id": 0, "shapes": shapes}, parts)
+        if self._shared is not None and sum(len(part) for buffers in parts for part in buffers) >= SHARED_BYTES:
+            self._write({"id": 0, "shapes": shapes, "shared": self._shared[0].write(parts)})
+        else:
+            self._write({"id": 0, "shapes": shapes}, parts)
 
     async def ask(self, head: dict[str, Any], parts: Sequence[Sequence[Bytes]] = ()) -> dict[str, Any]:
         """Send a frame beside the batches, and wait for the head of its answer: ``{"error": ...}`` if the process ended."""
@@ -145,6 +155,9 @@ class Instance(asyncio.Protocol):
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        for memory in self._shared or ():
+            memory.close()
+        self._shared = None
 
     def _write(self, head: dict[str, Any], parts: Sequence[Sequence[Bytes]] = ()) -> None:
         if self._transport is not None:
@@ -166,6 +179,10 @@ class Instance(asyncio.Protocol):
                 if not (future := self._calls.pop(head["id"])).done():
                     future.set_result(head)
             else:
+                if "shared" in head:
+                    if self._shared is None:  # it was killed; its requests are tried again
+                        return
+                    body = memoryview(bytes(self._shared[1].view(head["shared"])))  # the next answer overwrites it
                 self._on_reply(self, head, body)
 
     def connection_lost(self, error: Exception | None) -> None:

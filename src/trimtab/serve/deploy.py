@@ -23,7 +23,8 @@ import psutil
 import trimtab
 from trimtab.artifact.artifact import Artifact, open_artifact
 from trimtab.errors import UsageError
-from trimtab.serve import instance, triton
+from trimtab.serve import triton
+from trimtab.serve.instance.load import refuse_signature
 from trimtab.serve.options import Options
 
 KINDS = ("docker", "systemd", "kubernetes", "kserve", "triton", "ray")
@@ -42,6 +43,12 @@ TEMPLATES = {
     "triton": (),
     "ray": ("application.py", "serve.yaml"),
 }
+FLAGS = (
+    *("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "p99_s", "memory_mb", "max_body_mb", "watch_s"),
+)
+"""Options that are written if they differ from the default."""
+LOADING = {"onnxruntime": ("onnxruntime", "onnx"), "openvino": ("openvino",)}
+"""Backend whose artifacts are loaded without torch -> distributions that load them."""
 DRAIN_S = 15
 """Seconds that a server has to end after the longest deadline of a request."""
 SOURCES = (".py", ".jinja", ".binpb", ".proto", ".typed")
@@ -63,7 +70,7 @@ def write(options: Options, kind: str, folder: pathlib.Path) -> list[pathlib.Pat
     artifacts = {name: open_artifact(path) for name, path in options.models.items()}
     for artifact in artifacts.values():
         artifact.check()
-        instance.refuse_signature(artifact.manifest.signature)
+        refuse_signature(artifact.manifest.signature)
         if artifact.manifest.native_code and not options.trust:
             raise UsageError(f"{artifact.path} holds machine code, which a server loads with --trust only. Add --trust.")
     files: dict[str, str | bytes] = {}
@@ -98,7 +105,7 @@ def _refuse(options: Options) -> None:
 def arguments(options: Options) -> list[str]:
     """The flags of ``trimtab serve`` for the options that differ from the default, without models, host and ports."""
     default, found = Options(models={}), list[str]()
-    for name in ("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "p99_s", "memory_mb", "max_body_mb"):
+    for name in FLAGS:
         if (value := getattr(options, name)) == getattr(default, name):
             continue
         text = f"{value * 1000:g}ms" if name.endswith("_s") else f"{value:.12g}{'MB' if name.endswith('_mb') else ''}"
@@ -166,7 +173,8 @@ def _image(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     proven = dict[str, str]()
     for name, artifact in artifacts.items():
         manifest = artifact.manifest
-        runtime = {*manifest.packages, *manifest.backend.requires, "torch", "numpy", "safetensors"}
+        name_of = manifest.backend.name
+        runtime = {*LOADING.get(name_of, (*manifest.packages, *manifest.backend.requires, "torch")), "numpy", "safetensors"}
         versions = {package: manifest.environment.versions.get(package) for package in sorted(runtime)}
         for package, version in ({"python": manifest.environment.python} | versions).items():
             if version is None:
@@ -176,11 +184,11 @@ def _image(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
                     f"{name} was proven with {package} {version}, another model with {proven[package]}. Write an image for "
                     "each."
                 )
-    python, torch = proven.pop("python"), proven.pop("torch")
+    python, torch = proven.pop("python"), proven.pop("torch", None)
     wheel = f"trimtab-{importlib.metadata.version('trimtab')}-py3-none-any.whl"
     return {
         "python": python,
-        "torch": torch.partition("+")[0] + "+cpu",
+        "torch": None if torch is None else torch.partition("+")[0] + "+cpu",
         "pins": dict(sorted((found | proven).items())),
         "wheel": wheel,
     }

@@ -7,9 +7,10 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from trimtab.hardware import system
 from trimtab.serve.batcher import Answer, Batcher, Item
 from trimtab.serve.connection import Instance, StartError
 from trimtab.serve.drift import InputDrift
@@ -287,9 +288,16 @@ def _split(batch: list[Item], interface: Interface, shapes: list[list[int]], bod
 
 
 def _cores(number: int, layout: Layout) -> list[int] | None:
-    """The cores of instance ``number``: equal shares of those that this process may use."""
+    """The cores of instance ``number``; ``None`` for all."""
     if not layout.pinned or not hasattr(os, "sched_getaffinity"):
         return None
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(len(cores) // layout.instances, 1)
-    return [cores[(number * share + i) % len(cores)] for i in range(share)]
+    return cores_of(number, layout.instances, system.numa_nodes(os.sched_getaffinity(0)))
+
+
+def cores_of(number: int, instances: int, nodes: Sequence[Sequence[int]]) -> list[int]:
+    """The cores of instance ``number`` of ``instances``: an equal share of the cores of one NUMA node. Instances are dealt to
+    the nodes in turns."""
+    node = nodes[number % len(nodes)]
+    beside = len(range(number % len(nodes), instances, len(nodes)))
+    share, place = max(len(node) // beside, 1), number // len(nodes)
+    return [node[(place * share + i) % len(node)] for i in range(share)]

@@ -18,9 +18,11 @@ from trimtab import errors
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.serve.connection import StartError
 from trimtab.serve.grpc_api import start as start_grpc
-from trimtab.serve.http_api import Application
+from trimtab.serve.http.application import Application
+from trimtab.serve.http.connections import KEEP_ALIVE_S, Connection, most_connections
 from trimtab.serve.options import Options
 from trimtab.serve.repository import Repository
+from trimtab.serve.traces import tracer
 
 BACKLOG = 2048
 
@@ -67,20 +69,24 @@ async def _serve(options: Options, listening: socket.socket) -> None:
     reloads = set[asyncio.Task[None]]()
     loop.add_signal_handler(signal.SIGHUP, lambda: reloads.add(loop.create_task(repository.reload())))
     certificate, key = options.tls or (None, None)
+    Connection.most, tracing = most_connections(), tracer()
     config = uvicorn.Config(
-        Application(repository),
+        Application(repository, tracing),
         loop="none",
-        http="httptools",
+        http=Connection,
+        ws="none",
         lifespan="off",
         access_log=False,
-        log_level="warning",
+        log_level="error",
+        timeout_keep_alive=round(KEEP_ALIVE_S),
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=10,
         backlog=BACKLOG,
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    grpc_server, grpc_port = (None, 0) if options.grpc_port is None else await start_grpc(repository)
+    grpc_server, grpc_port = (None, 0) if options.grpc_port is None else await start_grpc(repository, tracing)
     server = HttpServer(config)
     serving = loop.create_task(server.serve(sockets=[listening]))
     address = f"{'http' if options.tls is None else 'https'}://{_address(listening)}"
@@ -90,6 +96,8 @@ async def _serve(options: Options, listening: socket.socket) -> None:
         await asyncio.wait([loading, stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
+            if options.watch_s is not None:
+                reloads.add(loop.create_task(repository.watch(options.watch_s)))
             await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         loading.cancel()
         await asyncio.wait([loading])
@@ -103,6 +111,8 @@ async def _serve(options: Options, listening: socket.socket) -> None:
         for task in reloads:
             task.cancel()
         await repository.stop()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         log("ended")
 
 

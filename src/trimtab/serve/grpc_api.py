@@ -15,9 +15,10 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from trimtab.errors import UsageError
-from trimtab.serve.http_api import EXTENSIONS, configuration, load, metadata
+from trimtab.serve.http.application import EXTENSIONS, configuration, load, metadata, unload
 from trimtab.serve.protocol import DATATYPES, Refusal, index_of, request_id, timeout_of
 from trimtab.serve.repository import Repository
+from trimtab.serve.traces import Record, Tracer
 
 SERVICE = "inference.GRPCInferenceService"
 FIELDS = {
@@ -49,8 +50,8 @@ def messages() -> dict[str, Any]:
 class Service:
     """The methods of the gRPC service."""
 
-    def __init__(self, repository: Repository) -> None:
-        self._repository = repository
+    def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
+        self._repository, self._tracer = repository, tracer
         self._messages = messages()
         token = repository.options.token
         self._token = None if token is None else f"Bearer {token}"
@@ -82,27 +83,33 @@ class Service:
         kind = self._messages[f"{name}Response"]
 
         async def answer(request: Any, context: Any) -> Any:
-            tag, start = _tag(context), time.perf_counter()
+            tag, record = _tag(context), Record()
             try:
                 if name not in ("ServerLive", "ServerReady"):
                     self._authorize(context)
-                found = await method(request)
+                found = await (self._infer(request, record) if name == "ModelInfer" else method(request))
             except Refusal as refusal:
-                self._log(tag, name, start, refusal)
+                self._tell(tag, name, context, record, refusal)
                 await context.abort(CODES.get(refusal.status, grpc.StatusCode.INVALID_ARGUMENT), refusal.sentence)
             if name in LOGGED:
-                self._log(tag, name, start)
+                self._tell(tag, name, context, record)
             return kind(**found) if isinstance(found, dict) else found
 
         return answer
 
-    def _log(self, tag: str, name: str, start: float, refusal: Refusal | None = None) -> None:
-        """Log a request, where requests are logged."""
+    def _tell(self, tag: str, name: str, context: Any, record: Record, refusal: Refusal | None = None) -> None:
+        """Log a request, where requests are logged, and trace it, where they are traced."""
+        status = 200
+        if refusal is not None:
+            status, record.facts["error"] = refusal.status, refusal.sentence
         if self._repository.options.log_requests:
-            took = round((time.perf_counter() - start) * 1e3, 3)
-            facts: dict[str, Any] = {} if refusal is None else {"error": refusal.sentence}
-            status = 200 if refusal is None else refusal.status
-            self._repository.log("request", request_id=tag, method="gRPC", path=name, status=status, ms=took, **facts)
+            facts = {"method": "gRPC", "path": name, "status": status, "ms": record.ms, **record.facts}
+            self._repository.log("request", request_id=tag, **facts)
+        if self._tracer is not None:
+            code = CODES.get(status, grpc.StatusCode.OK).value[0]
+            said = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": name, "rpc.grpc.status_code": code}
+            carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+            self._tracer.add(f"{SERVICE}/{name}", status, record, carrier, said | {"trimtab.request_id": tag})
 
     def _authorize(self, context: Any) -> None:
         given = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -148,7 +155,7 @@ class Service:
         return {}
 
     async def _unload(self, request: Any) -> dict[str, Any]:
-        await self._repository.model(request.model_name).unload()
+        await unload(self._repository, request.model_name)
         return {}
 
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -159,29 +166,32 @@ class Service:
         except Refusal as refusal:
             await context.abort(CODES[401], refusal.sentence)
         async for request in requests:
-            start = time.perf_counter()
+            record = Record()
             try:
-                found = await self._infer(request)
-                self._log(tag, "ModelStreamInfer", start)
+                found = await self._infer(request, record)
+                self._tell(tag, "ModelStreamInfer", context, record)
                 yield kind(infer_response=found)
             except Refusal as refusal:
-                self._log(tag, "ModelStreamInfer", start, refusal)
+                self._tell(tag, "ModelStreamInfer", context, record, refusal)
                 yield kind(error_message=refusal.sentence, infer_response={"id": request.id})
 
-    async def _infer(self, request: Any) -> Any:
+    async def _infer(self, request: Any, record: Record | None = None) -> Any:
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
         model = self._repository.model(request.model_name)
         deployment = model.taking(request.model_version or None)
         interface = deployment.interface
         assert interface is not None
-        start = time.perf_counter()
+        start, record = time.perf_counter(), record or Record()
+        record.facts |= {"model": model.name, "version": deployment.metrics.version}
         try:
             call = interface.call(_given(request))
             timeout = timeout_of({name: _value(value) for name, value in request.parameters.items() if name == "timeout"})
             chosen = [index_of(interface, output.name) for output in request.outputs] or range(len(interface.outputs))
             most = self._repository.options.deadline_s
+            record.enters_queue()
             answer = await deployment.infer(call, most if timeout is None else min(timeout, most))
+            record.computed(answer)
         except Refusal as refusal:
             deployment.metrics.refused(refusal.status)
             raise
@@ -225,6 +235,8 @@ def _given(request: Any) -> dict[str, tuple[str, Any, Any]]:
 
 def _contents(tensor: Any) -> bytes:
     """The typed contents of an input as bytes."""
+    if tensor.datatype not in CODES_OF:
+        return b""  # the model has no such input, which is what is refused
     if tensor.datatype not in FIELDS:
         raise Refusal(400, f"Input {tensor.name!r:.200} of datatype {tensor.datatype!r:.50} must come in raw_input_contents.")
     values = np.array(list(getattr(tensor.contents, FIELDS[tensor.datatype])))
@@ -241,7 +253,7 @@ def _value(parameter: Any) -> Any:
     return None if chosen is None else getattr(parameter, chosen)
 
 
-async def start(repository: Repository) -> tuple[grpc.aio.Server, int]:
+async def start(repository: Repository, tracer: Tracer | None = None) -> tuple[grpc.aio.Server, int]:
     """Start the gRPC server. Returns it and its port.
 
     Raises:
@@ -250,7 +262,7 @@ async def start(repository: Repository) -> tuple[grpc.aio.Server, int]:
     options = repository.options
     most = int(options.max_body_mb * 1e6)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", most), ("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((Service(repository).handler(),))
+    server.add_generic_rpc_handlers((Service(repository, tracer).handler(),))
     host = f"[{options.host}]" if ":" in options.host else options.host
     address = f"{host}:{options.grpc_port}"
     try:

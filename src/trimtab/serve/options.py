@@ -56,19 +56,21 @@ class Options:
     token: str | None = None
     tls: tuple[pathlib.Path, pathlib.Path] | None = None
     """Files of the certificate and of its key."""
+    watch_s: float | None = None
+    """Seconds between looks for new artifacts in the folders of the models; ``None``: none is looked for."""
     log_requests: bool = False
     """Whether each request is logged, as one line of JSON."""
 
 
 UNITS = {
     **{"max_wait": ("max_wait_s", seconds), "deadline": ("deadline_s", seconds), "p99": ("p99_s", seconds)},
-    "canary_time": ("canary_time_s", seconds),
+    **{"canary_time": ("canary_time_s", seconds), "watch": ("watch_s", seconds)},
     **{"max_body": ("max_body_mb", megabytes), "memory": ("memory_mb", megabytes)},
 }
 COUNTS = {"instances": 1, "batch": 1, "threads": 1, "queue": 1, "port": 0, "grpc_port": 0}
 """Options that are whole numbers, and the smallest of each."""
 SHARES = ("shadow", "canary")
-TEXTS = ("host", "token_file", "tls_cert", "tls_key")
+TEXTS = ("host", "device", "token_file", "tls_cert", "tls_key")
 LISTS = ("shadow_from",)
 FLAGS = ("trust", "no_grpc", "log_requests")
 TABLE = "models"
@@ -101,11 +103,27 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
         values["grpc_port"] = None
         given.pop("grpc_port", None)
     values["shadow_from"] = _references(given.pop("shadow_from", []), values["models"])
+    _refuse_device(given.pop("device", "cpu"), values["models"])
     for name, value in given.items():
         values |= _value(name, value)
     if values["shadow_from"] and "shadow" not in values:
         raise UsageError("shadow-from names a reference, but no request is compared with it. Give a share: --shadow 1%.")
     return Options(**values, **_secrets(files))
+
+
+def _refuse_device(device: Any, models: Mapping[str, pathlib.Path]) -> None:
+    """Refuse a device that no artifact runs on: artifacts are built and proven for the CPU."""
+    if device == "cpu":
+        return
+    if not isinstance(device, str) or not re.fullmatch(r"cuda(:[0-9]+)?", device):
+        raise UsageError(f"device is {device!r}; it is cpu, or a GPU such as cuda:0.")
+    name, path = next(iter(models.items()))
+    form = _fact(path, "recipe", "backend", "name")
+    there = "" if pathlib.Path("/dev/nvidiactl").exists() else " There is no NVIDIA GPU on this machine either."
+    raise UsageError(
+        f"--device {device}: the artifact of {name} is a model of {form} that was built and proven for the CPU, and does not "
+        f"run on a GPU.{there} Leave --device out."
+    )
 
 
 def _references(words: Any, models: Mapping[str, pathlib.Path]) -> dict[str, pathlib.Path]:
@@ -188,12 +206,19 @@ def _named(words: Sequence[str]) -> dict[str, pathlib.Path]:
 
 
 def _workload(folder: pathlib.Path) -> str:
-    """The name of the workload in the manifest. The instances check the manifest; here it is only read."""
+    """The name of the workload, as a name of a model."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(_fact(folder, "workload"))).strip("-._") or "model"
+
+
+def _fact(folder: pathlib.Path, *keys: str) -> Any:
+    """A value in the manifest. The instances check the manifest; here it is only read."""
     try:
-        name = json.loads((folder / "manifest.json").read_bytes())["workload"]
+        found = json.loads((folder / "manifest.json").read_bytes())
+        for key in keys:
+            found = found[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArtifactError(
             f"{str(folder)!r} is no artifact: it has no readable manifest.json. Give the folder that optimize wrote, such as "
             f"{EXAMPLE}."
         ) from error
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(name)).strip("-._") or "model"
+    return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ DATATYPES: Final = {
 HEADER_LENGTH = "inference-header-content-length"
 """HTTP header: bytes of JSON at the start of a body whose tensors follow in binary."""
 MOST_DIMS = 64
+_IDS = random.Random()
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 Bytes = bytes | bytearray | memoryview
@@ -183,13 +184,27 @@ def _array(wanted: TensorFormat, values: list[Any]) -> npt.NDArray[Any]:
     kinds = {"BOOL": "b"}.get(wanted.datatype, "iu" if wanted.code[0] in "iu" and wanted.datatype != "BF16" else "iuf")
     if array.dtype.kind not in kinds and array.size:
         raise Refusal(400, f"The data of input {wanted.name!r} does not hold values of {wanted.datatype} alone.")
-    if wanted.datatype == "BF16":
-        return _to_bf16(array.astype("f4"))
+    if wanted.code[0] == "f" or wanted.datatype == "BF16":
+        return _floats(wanted, array)
     if wanted.code[0] in "iu" and array.size:
         info = np.iinfo(wanted.code)
         if not info.min <= int(array.min()) <= int(array.max()) <= info.max:
             raise Refusal(400, f"The data of input {wanted.name!r} exceeds {wanted.datatype}, {info.min} to {info.max}.")
     return array.astype(wanted.code)
+
+
+def _floats(wanted: TensorFormat, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Finite numbers in the float format of the input. A number beyond the largest one is refused."""
+    with np.errstate(over="ignore"):
+        if wanted.datatype == "BF16":
+            found: npt.NDArray[Any] = _to_bf16(array.astype("f4"))
+            infinite = (found & 0x7FFF) == 0x7F80
+        else:
+            found = array.astype(wanted.code)
+            infinite = np.isinf(found)
+    if infinite.any():
+        raise Refusal(400, f"The data of input {wanted.name!r} exceeds {wanted.datatype}: {array[infinite][0]:.6g}.")
+    return found
 
 
 def _to_bf16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -211,7 +226,7 @@ class Asked:
 
 def request_id(given: str | None) -> str:
     """The id of a request: the one that the client has sent, or a new one if that is missing, long, or not plain text."""
-    return given if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+    return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{_IDS.getrandbits(64):016x}"
 
 
 def read_request(body: Bytes, header_length: str | None, interface: Interface) -> tuple[Call, Asked]:

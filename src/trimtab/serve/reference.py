@@ -7,6 +7,7 @@ with one thread, at the lowest priority.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -18,12 +19,40 @@ from typing import Any
 
 import torch
 
+from trimtab._internal.user_code import user_code
 from trimtab.artifact.artifact import Artifact, load, open_artifact
+from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.artifact.test_vectors import output_error
-from trimtab.core.signature import Signature
+from trimtab.core.backend import Executable
+from trimtab.core.signature import Dim, Signature
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.serve.instance import Caller, dtypes_of, frames, output_names, send, tensors_in
+from trimtab.serve.instance.load import joinable, output_names
+from trimtab.serve.instance.load_torch import tensors_of
+from trimtab.serve.instance.wire import Array, arrays_in, codes_of, frames, send
 from trimtab.tensors.comparison import is_discrete
+from trimtab.tensors.structure import flatten, unflatten
+
+
+class Caller:
+    """Calls an executable with flat tensors. A batch that its runtime does not take is split and padded."""
+
+    def __init__(self, executable: Executable, signature: Signature) -> None:
+        self._executable, self._signature = executable, signature
+        self._padded = PaddedExecutable(executable, _any_batch(signature) if joinable(signature) else signature)
+
+    def __call__(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The outputs."""
+        with user_code("The model failed"):
+            if self._signature.fits(leaves):
+                return self._executable.run(leaves)
+            args, kwargs = unflatten(self._signature.input_structure, leaves)
+            return flatten(self._padded(*args, **kwargs), "the output")[0]
+
+
+def _any_batch(signature: Signature) -> Signature:
+    """``signature`` with a batch dimension of any size, for which the executable's batches are split and padded."""
+    dims = tuple(Dim(dim.name) if dim.name == signature.batch else dim for dim in signature.dims)
+    return dataclasses.replace(signature, dims=dims)
 
 
 class Reference:
@@ -37,7 +66,8 @@ class Reference:
     def __init__(self, path: str, other: str | None, *, trust: bool) -> None:
         self._artifact = open_artifact(path)
         signature = self._artifact.manifest.signature
-        self._dtypes = dtypes_of((*signature.inputs, *signature.outputs))
+        self._specs = (*signature.inputs, *signature.outputs)
+        self._codes = codes_of(self._specs)
         self._inputs = len(signature.inputs)
         self._call = _original(self._artifact) if other is None else _other(self._artifact, open_artifact(other), trust)
 
@@ -48,14 +78,14 @@ class Reference:
         names = output_names(self._artifact.manifest.signature)
         return {"outputs": names, "tolerances": [most / scale if scale else most for most, scale in pairs]}
 
-    def compare(self, body: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[float | None] | None:
+    def compare(self, body: Array, shapes: Sequence[Sequence[int]]) -> list[float | None] | None:
         """The relative error of each output that was served; ``None`` for one that is not finite or has another shape. ``None``
         for all if the reference itself is not finite. ``body`` holds the inputs and the outputs that were served.
 
         Raises:
             TrimtabError: the reference does not take these inputs.
         """
-        leaves = tensors_in(body, shapes, self._dtypes)
+        leaves = tensors_of(arrays_in(body, shapes, self._codes), self._specs)
         wanted = self._call(leaves[: self._inputs])
         if not all(is_discrete(want.dtype) or bool(want.isfinite().all()) for want in wanted):
             return None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
+import numpy as np
 import orjson
-import torch
 
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.serve.frames import aligned
-from trimtab.serve.instance import Served, as_bytes
+from trimtab.serve.instance.load import loaded
+from trimtab.serve.instance.served import Served
+from trimtab.serve.instance.wire import as_bytes
 from trimtab.serve.protocol import HEADER_LENGTH, Interface, Refusal, read_request, write_response
 
 
@@ -30,7 +33,7 @@ class Replica:
     """
 
     def __init__(self, name: str, path: str, *, trust: bool = False, threads: int | None = None) -> None:
-        self._name, self._served = name, Served(path, trust=trust, threads=threads)
+        self._name, self._served = name, Served(loaded(pathlib.Path(path), trust=trust, threads=threads))
         self._served.prove()
         self._interface = Interface.from_json(self._served.description())
 
@@ -44,14 +47,13 @@ class Replica:
             room = bytearray()
             for tensor in call.tensors:
                 room += bytes(tensor) + bytes(aligned(len(tensor)) - len(tensor))
-            received = torch.frombuffer(room, dtype=torch.uint8) if room else torch.empty(0, dtype=torch.uint8)
-            outputs = self._served.call(self._served.tensors(received, call.shapes))
+            outputs = self._served.call(self._served.arrays(np.frombuffer(room, np.uint8), call.shapes))
         except Refusal as refusal:
             return _error(refusal.status, refusal.sentence)
         except TrimtabError as error:
             return _error(400 if isinstance(error, UsageError) else 500, str(error))
         head = {"model_name": self._name, "model_version": "1"}
-        tensors, shapes = [as_bytes(tensor) for tensor in outputs], [list(tensor.shape) for tensor in outputs]
+        tensors, shapes = [as_bytes(array) for array in outputs], [list(array.shape) for array in outputs]
         parts, length = write_response(head, asked, self._interface.outputs, tensors, shapes)
         headers = {"content-type": "application/json"}
         if length is not None:

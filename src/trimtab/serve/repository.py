@@ -124,8 +124,8 @@ class Model:
             return None
         return Shadow(self.path, options.shadow_from.get(self.name), options.shadow, trust=options.trust, log=self._log)
 
-    def _to_measure(self, layout: Layout) -> Instance:
-        settings = instance_settings(self.path, dataclasses.replace(layout, rows=1), 0, self._options.trust)
+    def _to_measure(self, layout: Layout, number: int) -> Instance:
+        settings = instance_settings(self.path, dataclasses.replace(layout, rows=1), number, self._options.trust)
         return Instance(settings, lambda *_: None, lambda _: None)
 
     async def unload(self) -> None:
@@ -208,6 +208,23 @@ class Repository:
             except StartError:
                 continue
 
+    async def watch(self, every_s: float) -> None:
+        """Load a model again whenever the files in its folder have changed and are the same at two looks."""
+        loaded = {name: _files(model.path) for name, model in self.models.items()}
+        last = dict(loaded)
+        while True:
+            await asyncio.sleep(every_s)
+            for name, model in self.models.items():
+                now = _files(model.path)
+                if now != loaded[name] and now == last[name] and model.active is not None:
+                    loaded[name] = now
+                    self.log("new files", model=name, path=str(model.path))
+                    try:
+                        await model.load()
+                    except StartError:
+                        continue  # the log has the reason; the old version serves on
+                last[name] = now
+
     def index(self, ready_only: bool = False) -> list[dict[str, Any]]:
         """The repository index of the protocol."""
         rows = [
@@ -238,3 +255,15 @@ class Repository:
         """Stop all instances."""
         self.draining = True
         await asyncio.gather(*[deployment.stop() for deployment in self.deployments()])
+
+
+def _files(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file below ``folder``."""
+    found = {}
+    for path in folder.rglob("*"):
+        try:
+            facts = path.stat()
+        except OSError:  # being replaced
+            continue
+        found[str(path)] = (facts.st_size, facts.st_mtime_ns)
+    return found

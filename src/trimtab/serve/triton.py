@@ -13,7 +13,7 @@ from trimtab.artifact.manifest import MODEL
 from trimtab.core.signature import Signature, TensorSpec
 from trimtab.core.technique import require
 from trimtab.errors import UsageError
-from trimtab.serve.instance import joinable
+from trimtab.serve.instance.load import joinable
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import DATATYPES
 from trimtab.serve.tuning import DEFAULT_ROWS

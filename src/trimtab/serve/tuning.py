@@ -22,6 +22,8 @@ from trimtab.serve.connection import Instance, StartError
 from trimtab.serve.deployment import Layout
 from trimtab.serve.options import Options
 
+Make = Callable[[Layout, int], Instance]
+"""Makes instance number i of a layout."""
 BUDGET_S, SAMPLE_S = 30.0, 0.2
 """Most seconds for all measurements of a model, and seconds for each."""
 MOST_ROWS = 256
@@ -41,6 +43,8 @@ class Point:
     rows: int
     rows_per_s: float
     batch_s: float
+    pinned: bool = False
+    """Whether each instance ran on cores of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,16 +59,17 @@ class Tuning:
     @property
     def layout(self) -> Layout:
         """The chosen layout."""
-        return Layout(self.chosen.instances, self.chosen.threads, self.chosen.rows)
+        chosen = self.chosen
+        return Layout(chosen.instances, chosen.threads, chosen.rows, chosen.pinned)
 
     def lines(self) -> list[str]:
         """The curve and the choice, as text."""
         where = "remembered from an earlier start" if self.cached else f"measured in {self.seconds:.1f} s"
         found = [f"  rows/s by rows of a batch, {where}:"]
-        for kind in dict.fromkeys((point.instances, point.threads) for point in self.curve):
-            points = [point for point in self.curve if (point.instances, point.threads) == kind]
+        for kind in dict.fromkeys((point.instances, point.threads, point.pinned) for point in self.curve):
+            points = [point for point in self.curve if (point.instances, point.threads, point.pinned) == kind]
             cells = "  ".join(f"{point.rows}: {point.rows_per_s:,.0f}" for point in points)
-            found.append(f"  {kind[0]} x {kind[1] or 'all'} threads   {cells}")
+            found.append(f"  {kind[0]} x {kind[1] or 'all'} threads{', pinned' if kind[2] else ''}   {cells}")
         return found
 
 
@@ -92,7 +97,12 @@ def sizes(options: Options, dims: Mapping[str, Sequence[Any]], batch: str | None
     return powers if powers[-1] == most else [*powers, most]
 
 
-async def tuned(path: pathlib.Path, options: Options, make: Callable[[Layout], Instance], log: Callable[..., None]) -> Tuning:
+def can_be_pinned(instances: int, threads: int | None, cores: int) -> bool:
+    """Whether each of several instances can have cores of its own."""
+    return instances > 1 and instances * (threads or cores) <= cores
+
+
+async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[..., None]) -> Tuning:
     """Measure, or read what was measured at an earlier start of the same artifact, options and machine.
 
     Raises:
@@ -113,7 +123,13 @@ async def tuned(path: pathlib.Path, options: Options, make: Callable[[Layout], I
         curve += await _measured(layout, options, make, start + BUDGET_S, log)
     if not curve:
         raise StartError("UsageError", f"{path}: no layout fits into --memory {options.memory_mb} MB. Allow more.")
-    found = Tuning(chosen=choice(curve, options.p99_s), curve=tuple(curve), seconds=time.monotonic() - start)
+    chosen = choice(curve, options.p99_s)
+    if can_be_pinned(chosen.instances, chosen.threads, cores):
+        layout = Layout(chosen.instances, chosen.threads, pinned=True)
+        pinned = await _measured(layout, dataclasses.replace(options, batch=chosen.rows), make, start + BUDGET_S, log)
+        curve += pinned
+        chosen = next((point for point in pinned if point.rows_per_s >= GAIN * chosen.rows_per_s), chosen)
+    found = Tuning(chosen=chosen, curve=tuple(curve), seconds=time.monotonic() - start)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(to_json(found)), encoding="utf-8")
@@ -122,11 +138,9 @@ async def tuned(path: pathlib.Path, options: Options, make: Callable[[Layout], I
     return found
 
 
-async def _measured(
-    layout: Layout, options: Options, make: Callable[[Layout], Instance], until: float, log: Callable[..., None]
-) -> list[Point]:
+async def _measured(layout: Layout, options: Options, make: Make, until: float, log: Callable[..., None]) -> list[Point]:
     """The curve of one layout: all its instances compute at the same time."""
-    instances = [make(layout) for _ in range(layout.instances)]
+    instances = [make(layout, number) for number in range(layout.instances)]
     curve = list[Point]()
     try:
         started = await asyncio.gather(*[instance.start() for instance in instances], return_exceptions=True)
@@ -145,9 +159,15 @@ async def _measured(
                     raise
                 break  # this batch does not fit
             slowest = rows / min(rates)
-            curve.append(
-                Point(instances=layout.instances, threads=layout.threads, rows=rows, rows_per_s=sum(rates), batch_s=slowest)
+            point = Point(
+                instances=layout.instances,
+                threads=layout.threads,
+                rows=rows,
+                rows_per_s=sum(rates),
+                batch_s=slowest,
+                pinned=layout.pinned,
             )
+            curve.append(point)
             best = max(point.rows_per_s for point in curve)
             if curve[-1].rows_per_s < WORSE * best or slowest > SLOWEST_S or time.monotonic() > until:
                 break
@@ -182,6 +202,13 @@ def _fingerprint(path: pathlib.Path, options: Options, cores: int) -> str:
     except OSError:
         manifest = b""  # the instance says what is wrong
     asked = (options.instances, options.threads, options.batch, options.p99_s, options.memory_mb)
-    versions = [importlib.metadata.version(name) for name in ("trimtab", "torch")]
+    versions = [_version(name) for name in ("trimtab", "torch", "onnxruntime", "openvino")]
     facts = json.dumps([asked, cores, system.cpu_name(), versions, os.environ.get("OMP_WAIT_POLICY")])
     return hashlib.sha256(manifest + facts.encode()).hexdigest()[:32]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

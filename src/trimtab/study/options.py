@@ -11,6 +11,7 @@ from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
 from trimtab.evaluation.evaluate import Objective
 
+Compress = Literal["off", "auto", "prune"]
 SEEDS = 2**32
 """Seeds of samplers are below this number."""
 
@@ -22,6 +23,8 @@ class Options:
     objective: Objective = "latency"
     limits: Limits = Limits()
     sampler: Literal["ladder", "tpe"] = "ladder"
+    compress: Compress = "off"
+    """Whether smaller networks are tried: ``prune`` removes channels, units and heads, ``auto`` whole layers too."""
     storage: str | None = None
     """URL of a database; ``None`` stands for an SQLite file in the run folder."""
     trial_s: float = 600.0
@@ -38,6 +41,8 @@ class Options:
         if self.objective not in get_args(Objective):
             known = ", ".join(get_args(Objective))
             raise UsageError(f"objective is {self.objective!r}; it can be {known}.")
+        if self.compress != "off" and self.sampler != "ladder":
+            raise UsageError("compress needs the sampler ladder, which times smaller networks before it trains them.")
         if not isinstance(self.limits, Limits):
             raise UsageError(f"limits is {self.limits!r}; give trimtab.Limits, such as Limits(max_drop=0.01).")
         if self.limits.throughput is not None and self.objective != "throughput":

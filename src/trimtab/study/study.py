@@ -66,7 +66,7 @@ class Study:
         workers: Workers | None = None,
     ) -> None:
         self.folder = folder
-        self.task = task or InferenceTask()
+        self.task = task or InferenceTask(options.compress)
         self.command = command
         """The command that repeats this study, for its record."""
         self.options = options
@@ -277,6 +277,7 @@ class Study:
         return SearchState(
             throughput=self.options.objective == "throughput",
             convolves=self.prepared.convolves,
+            compress=self.options.compress,
             feasible=lambda trial: ranking.feasible(trial, self.options.limits),
             value=lambda trial: ranking.value(trial, self.options.objective),
         )

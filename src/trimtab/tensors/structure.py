@@ -16,13 +16,16 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from trimtab._internal.serialization import fields_from_json, fields_to_json
 from trimtab._internal.text import counted
 from trimtab.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from trimtab.tensors import late_torch as torch
 
 Kind = Literal["tensor", "constant", "tuple", "list", "dict", "namedtuple", "record"]
 T = TypeVar("T")

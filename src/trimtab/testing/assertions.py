@@ -94,6 +94,15 @@ def assert_close(want: Any, got: Any, *, exact: bool, where: str) -> None:
         assert right, message
 
 
+def assert_same_form(want: Any, got: Any, *, where: str) -> None:
+    """Assert equal structure, shapes and dtypes, and finite values."""
+    (wants, structure), (gots, found) = flatten(want, "output"), flatten(got, "output")
+    assert shape_of(structure) == shape_of(found), f"{where}: the output is structured as {found}, not as {structure}."
+    for i, (a, b) in enumerate(zip(wants, gots, strict=True)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{where}: output {i} is {b.dtype} {list(b.shape)}."
+        assert not b.is_floating_point() or torch.isfinite(b).all(), f"{where}: output {i} has NaN or infinity."
+
+
 def shape_of(structure: Structure) -> Any:
     """``structure`` without class names, because runtimes return a dataclass as a record."""
     return structure.kind, structure.keys, tuple(map(shape_of, structure.items))

@@ -19,6 +19,7 @@ from trimtab.testing.assertions import (
     assert_close,
     assert_documented,
     assert_round_trip,
+    assert_same_form,
     assert_sentence,
     global_state,
     identical,
@@ -44,8 +45,11 @@ class PassSuite:
         return [(name, make()) for name, make in self.cases.items()]
 
     def willing(self, technique: Pass) -> list[tuple[str, Candidate]]:
-        """The cases that the pass accepts."""
-        return [(name, candidate) for name, candidate in self.candidates() if technique.blocked(candidate) is None]
+        """The cases that the pass accepts. One that compresses may find only as it is applied that nothing can be removed."""
+        found = [(name, candidate) for name, candidate in self.candidates() if technique.blocked(candidate) is None]
+        if not technique.compresses:
+            return found
+        return [(name, candidate) for name, candidate in found if refusal(lambda c=candidate: technique.apply(c)) is None]  # type: ignore[misc]
 
     def test_round_trip(self, technique: Pass) -> None:
         """JSON, hash, text and search space are consistent."""
@@ -105,7 +109,18 @@ class PassSuite:
             rewritten = technique.apply(candidate)
             want = candidate.model(*rewritten.args, **dict(rewritten.kwargs))
             got = Eager().compile(rewritten)(*rewritten.args, **dict(rewritten.kwargs))
-            assert_close(want, got, exact=technique.exact, where=f"{technique} on {name}")
+            if technique.compresses:
+                assert_same_form(want, got, where=f"{technique} on {name}")
+            else:
+                assert_close(want, got, exact=technique.exact, where=f"{technique} on {name}")
+
+    def test_smaller_and_always_the_same(self, technique: Pass) -> None:
+        """A pass that compresses removes weights, unless it trains them, and makes the same network each time."""
+        for name, candidate in self.willing(technique) if technique.compresses else ():
+            before, one, other = candidate.model, technique.apply(candidate).model, technique.apply(candidate).model
+            assert all(map(torch.equal, one.parameters(), other.parameters())), name
+            sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (before, one)]
+            assert sizes[1] < sizes[0] or "training" in technique.needs, name
 
     def test_changes_what_it_says(self, technique: Pass) -> None:
         """Only the settings in ``sets`` change; the signature stays."""

@@ -6,5 +6,6 @@ from trimtab.train.data.loader import Loader
 from trimtab.train.data.memory_mapped import MappedTensors
 from trimtab.train.data.worker_tuning import tune_loader
 from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.loss.distillation import Distillation
 
-__all__ = ["Collate", "EarlyStopping", "Loader", "MappedTensors", "find_batch", "tune_loader"]
+__all__ = ["Collate", "Distillation", "EarlyStopping", "Loader", "MappedTensors", "find_batch", "tune_loader"]

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from trimtab._internal.text import error_text, plain, summary_line
 
+if TYPE_CHECKING:
+    import torch
+else:
+    from trimtab.tensors import late_torch as torch
+
+CONVERSION_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+)
+"""Errors of exporters and converters for models that they do not support. NotImplementedError is a RuntimeError."""
 _EMPTY = ("Exception from", "Traceback", "Check 'false' failed at", "FrontEnd API failed", "Model wasn't fully", "Summary:")
 """Beginnings of lines without information; the cause follows below them."""
 _WRAPPED = "Couldn't get TorchScript module"
@@ -14,13 +30,13 @@ _UNKNOWN = "No conversion rule found for operations"
 """First words of OpenVINO's list of unknown operators. Errors above that list may only be consequences."""
 
 
-def known_cause(model: nn.Module) -> str:
+def known_cause(model: torch.nn.Module) -> str:
     """A known cause of differing outputs, in brackets after a space; empty if there is none.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.TransformerEncoder.html, ``enable_nested_tensor``
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
+        if isinstance(module, torch.nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
             return (
                 f" (given a padding mask, the nn.TransformerEncoder {name!r} sets padded positions to zero by nested tensors, "
                 "which no export does; where nothing reads these positions, make it with enable_nested_tensor=False)"

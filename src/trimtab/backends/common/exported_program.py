@@ -8,7 +8,6 @@ import io
 import logging
 import pathlib
 import subprocess
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from trimtab.backends.common.causes import first_line, known_cause
 from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.graph_call import graph_call
 from trimtab.backends.common.other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
+from trimtab.backends.common.process_lock import SHARED
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.signature import Dim, Signature
 from trimtab.errors import CompileError, IntegrityError
@@ -40,9 +40,6 @@ EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subp
 
 NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")
 """Loggers of exporters that are silenced."""
-
-SHARED = threading.RLock()
-"""Lock for temporary changes of process-wide state; without it, threads could restore such state in the wrong order."""
 
 Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,27 +16,16 @@ from torch import nn
 
 from trimtab._internal.serialization import from_json, write_json
 from trimtab._internal.text import counted, summary_line
-from trimtab.backends.common.causes import known_cause
-from trimtab.backends.common.exported_program import SHARED, fewer_dims, lost_dims
+from trimtab.backends.common.causes import CONVERSION_ERRORS, known_cause
+from trimtab.backends.common.exported_program import fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
+from trimtab.backends.common.process_lock import SHARED
 from trimtab.core.candidate import Candidate, resized
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
 from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ
 from trimtab.tensors.structure import TENSOR, Structure, flatten
 from trimtab.tensors.weights import tolerance
-
-CONVERSION_ERRORS: tuple[type[Exception], ...] = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    ArithmeticError,
-    OSError,
-)
-"""Errors of exporters and converters for models that they do not support. NotImplementedError is a RuntimeError."""
 
 FACTS = "conversion.json"
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -48,27 +36,6 @@ Probe = tuple[str, Row, Sequence[torch.Tensor]]
 
 TOLERANCE = 1e-3
 """Largest error of a float32 conversion, relative to the largest output. Rounding is far below, wrong graphs are far above."""
-
-
-def plain_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
-    """``names`` as distinct ASCII identifiers that are not in ``taken``."""
-    used, found = set(taken), []
-    for name in names:
-        plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "tensor"
-        plain = f"t_{plain}" if plain[0].isdigit() else plain
-        unique, count = plain, 1
-        while unique in used:
-            count += 1
-            unique = f"{plain}_{count}"
-        used.add(unique)
-        found.append(unique)
-    return found
-
-
-def io_names(signature: Signature) -> tuple[list[str], list[str]]:
-    """Identifiers of the inputs and outputs of ``signature``. They depend on it only, so that a loader finds the same ones."""
-    inputs = plain_names([spec.name for spec in signature.inputs])
-    return inputs, plain_names([spec.name for spec in signature.outputs], inputs)
 
 
 def no_numpy_form(signature: Signature, runtime: str) -> str | None:

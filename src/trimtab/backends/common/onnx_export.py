@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.decisions import refuse_decisions
 from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.exported_program import dynamic_shapes
-from trimtab.backends.common.foreign import CONVERSION_ERRORS, OpenRun, convert, io_names, quiet, wrong_graph
+from trimtab.backends.common.foreign import OpenRun, convert, quiet, wrong_graph
+from trimtab.backends.common.io_names import io_names
+from trimtab.backends.common.onnx_file import DATA, MODEL
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import require
-from trimtab.errors import CompileError, IntegrityError
+from trimtab.errors import CompileError
 from trimtab.tensors.weights import weight_bytes
 
-MODEL = "model.onnx"
-DATA = "model.onnx.data"
 INPUTS = "trimtab.inputs"
 """Metadata key: input names in the order of the signature, because runtimes may list them in another order."""
 
@@ -29,7 +29,6 @@ ONE_FILE_BYTES = 1_900_000_000
 """Largest weights in bytes that are stored in the ONNX file itself; protobuf files are limited to 2 GB."""
 
 TRACING = "torchscript exporter"
-_PLACE_KEYS = {"location", "offset", "length", "checksum"}
 
 
 def export_onnx(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
@@ -56,68 +55,6 @@ def stamp(path: pathlib.Path, names: Sequence[str], **facts: str) -> None:
     model = onnx.load(path, load_external_data=False)
     onnx.helper.set_model_props(model, {INPUTS: ",".join(names)} | {f"trimtab.{name}": fact for name, fact in facts.items()})
     path.write_bytes(model.SerializeToString())
-
-
-def refuse_unsafe(folder: pathlib.Path) -> dict[str, str]:
-    """Check the ONNX file and return its metadata. Raises :class:`IntegrityError` unless it parses and stores its weights in
-    files of its own folder.
-
-    An ONNX tensor may refer to any file as its data, and the runtime would read that file.
-    """
-    onnx = require("onnx")
-    path = folder / MODEL
-    if linked := next((name for name in (MODEL, DATA) if (folder / name).is_symlink()), None):
-        raise IntegrityError(f"{folder / linked} is a link, and an artifact keeps its own files. Do not use it.")
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except (*CONVERSION_ERRORS, require("google.protobuf.message").DecodeError) as error:
-        raise IntegrityError(f"{path} is not an ONNX file that can be read ({first_line(error)}).") from error
-    for tensor in tensors(model):
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            continue
-        keys = [entry.key for entry in tensor.external_data]
-        if keys.count("location") != 1 or len(set(keys)) != len(keys) or not set(keys) <= _PLACE_KEYS:
-            raise IntegrityError(  # for duplicate keys, readers differ in which entry they use
-                f"{path} says where the tensor {tensor.name!r} lies by {', '.join(keys)[:200]!r}. Do not use it."
-            )
-        place = next(entry.value for entry in tensor.external_data if entry.key == "location")
-        if place != DATA or not (folder / place).is_file():
-            raise IntegrityError(
-                f"{path} keeps the tensor {tensor.name!r} in {place!r}, but only {DATA!r} beside it is allowed. Do not use it."
-            )
-    return {item.key: item.value for item in model.metadata_props}
-
-
-def tensors(model: Any) -> Iterator[Any]:
-    """Every tensor of an ONNX model: initializers and attributes, including those in subgraphs and functions."""
-    yield from _graph_tensors(model.graph)
-    for function in model.functions:
-        yield from _node_tensors(function.node)
-        yield from _attribute_tensors(function.attribute_proto)
-    for training in model.training_info:
-        yield from _graph_tensors(training.initialization)
-        yield from _graph_tensors(training.algorithm)
-
-
-def _graph_tensors(graph: Any) -> Iterator[Any]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _node_tensors(graph.node)
-
-
-def _node_tensors(nodes: Any) -> Iterator[Any]:
-    for node in nodes:
-        yield from _attribute_tensors(node.attribute)
-
-
-def _attribute_tensors(attributes: Any) -> Iterator[Any]:
-    for attribute in attributes:
-        yield from (attribute.t, *attribute.tensors)
-        for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-            yield from (sparse.values, sparse.indices)
-        for graph in (attribute.g, *attribute.graphs):
-            yield from _graph_tensors(graph)
 
 
 def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: Candidate) -> None:

@@ -11,15 +11,11 @@ import numpy as np
 import torch
 
 from trimtab.backends.common.foreign import quiet
-from trimtab.backends.common.onnx_export import DATA, MODEL
+from trimtab.backends.common.onnx_file import DATA, MODEL
 from trimtab.core.technique import require
 from trimtab.hardware import environment
 
 Operators = Literal["auto", "all", "linear"]
-
-EXACTLY = "session.x64quantprecision"
-"""Session option for exact int8 products on x86 CPUs without VNNI, where sums saturate otherwise. It is slower there. On other
-CPUs, sessions of models with branches cannot be created with it."""
 
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")

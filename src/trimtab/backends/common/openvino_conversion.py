@@ -7,18 +7,19 @@ import contextlib
 import functools
 import io
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from trimtab._internal.text import counted
-from trimtab.backends.common.causes import first_line
+from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.decisions import refuse_decisions
 from trimtab.backends.common.exportable import exportable
-from trimtab.backends.common.exported_program import SHARED, export_program, lost_dims
-from trimtab.backends.common.foreign import CONVERSION_ERRORS, OpenRun, Row, convert, io_names, quiet, wrong_graph
+from trimtab.backends.common.exported_program import export_program, lost_dims
+from trimtab.backends.common.foreign import OpenRun, Row, convert, quiet, wrong_graph
+from trimtab.backends.common.io_names import io_names
+from trimtab.backends.common.openvino_file import FILES, HOT, MODEL, core, no_telemetry, runtime
 from trimtab.backends.common.signal_stack import signal_stack_kept
 from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Signature
@@ -26,52 +27,7 @@ from trimtab.core.technique import require
 from trimtab.errors import CompileError
 from trimtab.hardware import environment
 
-MODEL = "model.xml"
-WEIGHTS = "model.bin"
-FILES = (MODEL, WEIGHTS)
 RECURRENT = ("LSTMSequence", "LSTMCell", "GRUSequence", "GRUCell", "RNNSequence", "RNNCell")
-HOT = ["trimtab", "shapes"]
-"""Metadata key of the shapes to optimize for, those of the example, such as ``1,8;1,8``."""
-
-
-def runtime() -> Any:
-    """The openvino package, imported without telemetry."""
-    with no_telemetry():
-        return require("openvino")
-
-
-@functools.cache
-def core() -> Any:
-    """The only ``Core`` of this process. It is never freed; :func:`signal_stack_kept` says why more than one is dangerous."""
-    return runtime().Core()
-
-
-@contextlib.contextmanager
-def no_telemetry() -> Iterator[None]:
-    """Disable the telemetry of openvino and nncf in the block; it uses the network and writes into the home folder.
-
-    Both use a stub if ``openvino_telemetry`` cannot be imported, which is the case in the block. If openvino was imported
-    before, the reference in its converter is replaced by the stub meanwhile.
-    """
-    with SHARED:
-        known, swapped = "openvino_telemetry" in sys.modules, []
-        before = sys.modules.get("openvino_telemetry")  # None in a nested call
-        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
-        if before is not None and "openvino.tools.ovc" in sys.modules:
-            stub = require("openvino.tools.ovc.telemetry_stub")
-            for name, module in list(sys.modules.items()):
-                if name.startswith("openvino.tools.ovc.") and getattr(module, "tm", None) is before:
-                    swapped.append(module)
-                    module.tm = stub  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            if known:
-                sys.modules["openvino_telemetry"] = before  # type: ignore[assignment]
-            else:
-                del sys.modules["openvino_telemetry"]
-            for module in swapped:
-                module.tm = before  # type: ignore[attr-defined]
 
 
 def convert_openvino(candidate: Candidate, folder: pathlib.Path, open_run: OpenRun) -> None:
@@ -85,21 +41,6 @@ def convert_openvino(candidate: Candidate, folder: pathlib.Path, open_run: OpenR
     """
     attempt = functools.partial(_attempt, folder, open_run)
     convert(candidate, folder, _CONVERTERS, attempt, "OpenVINO cannot convert this model.")
-
-
-def hot_shapes(model: Any) -> list[list[int]] | None:
-    """The shapes of the example that the model was made for; ``None`` if they are not stored."""
-    if not model.has_rt_info(HOT):
-        return None
-    text = str(model.get_rt_info(HOT).value)
-    return [[int(size) for size in shape.split(",") if size] for shape in text.split(";")]
-
-
-def given_back(model: Any) -> dict[int, int]:
-    """Outputs that are unchanged inputs, as ``{output index: input index}``."""
-    inputs = {port.get_node().get_friendly_name(): i for i, port in enumerate(model.inputs)}
-    sources = [port.get_node().input_value(0).get_node().get_friendly_name() for port in model.outputs]
-    return {i: inputs[name] for i, name in enumerate(sources) if name in inputs}
 
 
 def write_model(model: Any, folder: pathlib.Path) -> None:

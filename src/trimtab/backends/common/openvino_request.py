@@ -10,13 +10,9 @@ import numpy as np
 import torch
 
 from trimtab.backends.common import openvino_conversion as ir
+from trimtab.backends.common.openvino_file import Array, Buffers, runtime
 from trimtab.core.measurement import OperatorTime, operator_shares
 from trimtab.core.signature import Signature
-
-COPIED_BYTES = 65536
-"""Tensors up to this size in bytes are copied to and from buffers of the request, which takes about 1 microsecond. Sharing
-memory takes 3 microseconds and pays off for larger tensors. On an 8x8 CNN with one thread: 18 microseconds with copies, 25 with
-shared memory, 44 with ``infer([x], share_inputs=True, share_outputs=True)``; the network itself takes 15."""
 
 
 class Request:
@@ -27,26 +23,17 @@ class Request:
     """
 
     def __init__(self, compiled: Any, signature: Signature, through: Mapping[int, int]) -> None:
-        openvino = ir.runtime()
+        buffers = Buffers(compiled, signature, through)
         self._through = through
-        self._tensor = openvino.Tensor
+        self._tensor = buffers.tensor
         self.compiled = compiled
         self.parallel = int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
-        self._request = compiled.create_infer_request()
+        self._request = buffers.request
         self._infer = self._request.infer
         self._queue: Any = None
         self._lock = threading.Lock()  # for the buffers below: several threads may call one executable
-        inputs = [
-            _static(port, getattr(torch, spec.dtype)) for port, spec in zip(compiled.inputs, signature.inputs, strict=True)
-        ]
-        outputs = [
-            _static(port, getattr(torch, spec.dtype)) for port, spec in zip(compiled.outputs, signature.outputs, strict=True)
-        ]
-        self._kept_inputs = [self._keep(i, shape, dtype, "input") for i, (shape, dtype) in enumerate(inputs)]
-        self._kept_outputs = [
-            None if i in through else self._keep(i, shape, dtype, "output") for i, (shape, dtype) in enumerate(outputs)
-        ]
-        self._output_shapes = outputs
+        self._kept_inputs, self._kept_outputs = _tensors(buffers.inputs), _tensors(buffers.outputs)
+        self._output_shapes = [(shape, getattr(torch, dtype)) for shape, dtype in buffers.known]
         self._short = None not in self._kept_inputs and None not in self._kept_outputs
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -101,14 +88,11 @@ class Request:
     def _answer(self, index: int, fresh: torch.Tensor | None) -> torch.Tensor:
         return fresh if fresh is not None else torch.from_numpy(np.array(self._request.get_output_tensor(index).data))
 
-    def _keep(self, index: int, shape: list[int] | None, dtype: torch.dtype, side: str) -> torch.Tensor | None:
-        """A buffer of the request for a small tensor of known size; ``None`` for others."""
-        if shape is None or torch.Size(shape).numel() * dtype.itemsize > COPIED_BYTES:
-            return None
-        with torch.inference_mode(mode=False):  # later calls may be in another mode than this one
-            kept = torch.zeros(shape, dtype=dtype, device="cpu")  # explicit, because torch's default device may differ
-        getattr(self._request, f"set_{side}_tensor")(index, self._tensor(kept.numpy(), shared_memory=True))
-        return kept
+
+def _tensors(buffers: Sequence[Array | None]) -> list[torch.Tensor | None]:
+    """The same memory as tensors."""
+    with torch.inference_mode(mode=False):  # later calls may be in another mode than this one
+        return [None if buffer is None else torch.from_numpy(buffer) for buffer in buffers]
 
 
 def run_queue(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
@@ -119,7 +103,7 @@ def run_queue(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> l
 
 def _in_streams(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
     if request._queue is None:
-        request._queue = ir.runtime().AsyncInferQueue(request.compiled, request.parallel)
+        request._queue = runtime().AsyncInferQueue(request.compiled, request.parallel)
     queue = request._queue
     answers: list[list[torch.Tensor]] = [[] for _ in requests]
 
@@ -136,8 +120,3 @@ def _in_streams(request: Request, requests: Sequence[Sequence[torch.Tensor]]) ->
 
 def _operator(info: Any) -> tuple[str, int, float]:
     return f"{info.node_type} ({info.exec_type})", 1, info.real_time.total_seconds() * 1e3
-
-
-def _static(port: Any, dtype: torch.dtype) -> tuple[list[int] | None, torch.dtype]:
-    shape = port.partial_shape
-    return ([int(size) for size in shape.to_shape()] if shape.is_static else None), dtype

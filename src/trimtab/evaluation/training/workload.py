@@ -274,6 +274,7 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
 def _trainer(workload: Workload, training: Training, settings: Settings, seed: int, **more: Any) -> Trainer:
     """A trainer of this process alone, even under a launcher: single-process trainings are compared."""
     seeded(seed)
+    assert training.optimizer is not None, "Workload refuses mode='train' without one"
     return Trainer(
         built(workload),
         loss=copied(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # may have trained parameters

@@ -28,6 +28,7 @@ from trimtab.core.technique import PASSES, technique_from_json
 from trimtab.core.trial import Trial
 from trimtab.core.workload import BY_HAND, Workload, as_call, user_code
 from trimtab.data import leakage
+from trimtab.data.training_data import cached_only
 from trimtab.errors import ArtifactError, StorageError, TrimtabError
 from trimtab.evaluation import reproducibility
 from trimtab.evaluation.baseline_export import baseline_speedup
@@ -120,14 +121,21 @@ def prepared(job: Job) -> Subject:
     folder, scratch = pathlib.Path(job["prepared"]), pathlib.Path(job["scratch"]) if "scratch" in job else None
     subject = materialized(workload, folder, scratch)
     if subject is None:
-        subject = prepare(workload, scratch)
+        subject = prepare(workload, scratch, compress=_compresses(job))
         if "reference" in job:
             reproducibility.check_data(job, subject)
         else:
             materialize(subject, folder)
+    if job["kind"] != "trial":  # what is confirmed, served and shipped is what a trial trained
+        training = cached_only(subject.candidate.training)
+        subject = dataclasses.replace(subject, candidate=dataclasses.replace(subject.candidate, training=training))
     if (limit := job.get("thread_limit")) is None:
         return subject
     return dataclasses.replace(subject, candidate=subject.candidate.with_settings({"threads": limit}))
+
+
+def _compresses(job: Job) -> bool:
+    return bool(job.get("compress", "off") != "off")
 
 
 def limit_threads(job: Job) -> None:
@@ -143,7 +151,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         workload = read_workload(job["workload"])
         threads = torch.get_num_threads()
         limit_threads(job)
-        subject = prepare(workload)
+        subject = prepare(workload, compress=_compresses(job))
         reading_s = time.monotonic() - begun
         weights_found = reproducibility.weights_of(subject.model)
         reproducibility.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
@@ -166,7 +174,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
     findings, failures = _findings(subject)
     failures += [why for registry in (PASSES, BACKENDS, CHECKS) for why in registry.broken.values()]
-    quick = [technique for technique in search_space.techniques() if not technique.tries]
+    quick = [technique for technique in search_space.techniques(compress=_compresses(job)) if not technique.tries]
     blocked = {dumps(t, indent=None): reason for t in quick if (reason := t.blocked(subject.candidate))}
     return {
         "name": subject.workload.name,
@@ -401,7 +409,7 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
             executable=Shipped(executable, source / MODEL, trial.notes),
             recipe=found.recipe,
             workload_name=subject.workload.name,
-            golden=Golden.of(subject.candidate, executable.signature, [fresh(subject).leaves]),
+            golden=_vectors(found.recipe, subject, executable),
             evidence=to_json(found) | figures,
             environment=Environment.from_json(job["environment"]),
             limits=plan.limits,
@@ -410,6 +418,17 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
         )
     except ArtifactError as error:
         raise StorageError(str(error)) from error
+
+
+def _vectors(recipe: Recipe, subject: Subject, executable: Executable) -> Golden:
+    """Test vectors: the outputs of the model as written, or of the smaller network that was made of it.
+
+    Those of the original differ from a smaller network's by so much that a damaged file could pass.
+    """
+    candidate = subject.candidate
+    for step in recipe.passes:
+        candidate = step.apply(candidate) if step.compresses else candidate
+    return Golden.of(candidate, executable.signature, [fresh(subject).leaves])
 
 
 def _is_share(subject: Subject, reference: Reference) -> bool:

@@ -5,18 +5,28 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS, Backend
 from trimtab.core.recipe import Recipe
-from trimtab.core.technique import Pass, technique_from_json
+from trimtab.core.technique import PASSES, Pass, technique_from_json
 from trimtab.core.trial import State, Trial
 
 MOST_DECLINED = 10
 """Suggestions of optuna beyond the remaining budget after which the search ends."""
 QUICK_MS = 5.0
 """Calls above this latency in ms are seldom faster with fewer threads."""
+COMPRESSED_ON = 2
+"""Most runtimes on which smaller networks are tried."""
+PAYS = 1.15
+"""Least gain of a harder ratio over the milder one, below which it is not trained."""
+UPDATES = (200, 800)
+"""Updates of a training, and of the second one where the first did not keep the accuracy limit."""
+MOST_TRAININGS = 3
+"""Most trainings of networks that one pass has made smaller."""
+AUTO_ONLY = frozenset({"drop_layers"})
+"""Passes that ``compress="prune"`` does not try."""
 PROMISING = 0.5
 """Least share of the best lossless speed at which a backend is tried with less precision."""
 
@@ -47,6 +57,8 @@ class SearchState:
     """The objective of a finished trial, higher is better; ``None`` if unmeasured."""
     convolves: bool = False
     """Whether most weights belong to convolutions, which gain from 8 bits only with calibration."""
+    compress: str = "off"
+    """Whether smaller networks are tried, as in :class:`~trimtab.study.options.Options`."""
 
 
 class Sampler(abc.ABC):
@@ -64,7 +76,8 @@ class Sampler(abc.ABC):
 
 
 class Ladder(Sampler):
-    """Try in order: as written, tuned eager, every backend lossless, less precision where promising, then knobs.
+    """Try in order: as written, tuned eager, every backend lossless, less precision where promising, smaller networks
+    if asked for, then knobs.
 
     Each step depends only on the finished trials, so that a killed study resumes where it stopped.
     """
@@ -95,10 +108,12 @@ class Ladder(Sampler):
         tuned = _best_eager(done)
         yield from _lossless(relatives, tuned)
         yield from _precision(relatives, tuned, done, facts)
+        yield from _compressed(done, facts)
         yield from _knobs(done, facts)
         yield from _precision([tuned.backend], tuned, done, facts, everyone=True)
         yield from _lossless(slow, tuned)
         yield from _precision(slow, tuned, done, facts)
+        yield from _compressed(done, facts)
         yield from _knobs(done, facts)
 
 
@@ -146,6 +161,91 @@ def _late(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
     """Sort key for lossy backends, most promising first, because the budget may end in between."""
     calibrated, eight_bits = "calibration" in backend.needs, str(getattr(backend, "precision", "")).startswith("int8")
     return (not calibrated,) if facts.convolves else (not eight_bits, calibrated)
+
+
+def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
+    """Ask for smaller networks on the fastest runtimes: each ratio untrained, trained where it pays, then with less precision.
+
+    An untrained network is as fast as a trained one, and its trial takes seconds.
+    """
+    if facts.compress == "off":
+        return
+    steps = [step for step in search_space.compressing() if facts.compress == "auto" or step.name not in AUTO_ONLY]
+    trained: set[tuple[Pass, Pass]] = set()
+    for base in _fastest(done):
+        best = base
+        for step in steps:
+            found = yield from _ratios(base, step, trained, done, facts)
+            best = max(best, found, key=_speed)
+        if best is not base:
+            yield from _less_precise(base, best, done, facts)
+
+
+def _ratios(
+    base: Trial, step: Pass, trained: set[tuple[Pass, Pass]], done: Mapping[str, Trial], facts: SearchState
+) -> Generator[Ask, None, Trial]:
+    """Ask for ``step`` at each ratio on top of ``base``, mildest first. Returns the fastest trial that keeps the limit."""
+    best, failures = base, 0
+    for keep in sorted(search_space.options(type(step), "keep"), reverse=True):
+        smaller: Pass = dataclasses.replace(step, keep=keep)  # type: ignore[call-arg]
+        untrained = dataclasses.replace(base.recipe, passes=(smaller, *base.recipe.passes))
+        yield Ask("compressed", untrained)
+        timed = done[untrained.hash]
+        if timed.state in (State.FAILED, State.SKIPPED):
+            failures += 1
+            if failures == 2 or timed.state is State.SKIPPED:
+                return best
+            continue
+        gain = _gain(timed, best, facts)
+        if gain is not None and gain < PAYS:
+            continue
+        for updates in UPDATES:
+            training: Pass = dataclasses.replace(PASSES["recover"](), updates=updates)  # type: ignore[call-arg]
+            mine = {pair for pair in trained if pair[0].name == step.name}
+            if (smaller, training) not in trained and len(mine) >= MOST_TRAININGS:
+                return best
+            trained.add((smaller, training))
+            recipe = dataclasses.replace(base.recipe, passes=(smaller, training, *base.recipe.passes))
+            yield Ask("compressed", recipe)
+            trial = done[recipe.hash]
+            if trial.state is State.COMPLETE and (trial.drop is None or trial.drop.decided):
+                best = trial
+                break
+            if trial.state in (State.FAILED, State.SKIPPED):
+                return best
+        else:
+            return best
+    return best
+
+
+def _less_precise(base: Trial, best: Trial, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
+    """Ask for lossy variants of the backend of ``best``, without those that slowed down ``base``, its full-sized form."""
+    lossy = [backend for backend in search_space.variants(best.recipe.backend) if not backend.exact]
+    for backend in sorted(lossy, key=lambda backend: _late(backend, facts)):
+        known = done.get(dataclasses.replace(base.recipe, backend=backend).hash)
+        if known is None or known.speedup is None or _speed(known) > _speed(base):
+            yield Ask("compressed", dataclasses.replace(best.recipe, backend=backend))
+
+
+def _fastest(done: Mapping[str, Trial]) -> list[Trial]:
+    """The fastest exact trial of each of the fastest runtimes, whether it keeps limits of time and size or not."""
+    found: dict[str, Trial] = {}
+    for trial in done.values():
+        whole = trial.recipe.exact and trial.state is State.COMPLETE and trial.speedup is not None
+        if whole and (trial.size_mb is not None or trial.recipe.backend.name == "eager"):
+            found[trial.recipe.backend.name] = max(found.get(trial.recipe.backend.name, trial), trial, key=_speed)
+    order = sorted(found.values(), key=_speed, reverse=True)
+    return [trial for trial in order if _speed(trial) >= PROMISING * _speed(order[0])][:COMPRESSED_ON]
+
+
+def _gain(trial: Trial, over: Trial, facts: SearchState) -> float | None:
+    """By what factor ``trial`` is better than ``over`` in the objective; ``None`` if one is unmeasured."""
+    one, other = facts.value(trial), facts.value(over)
+    if one is None or other is None:
+        return None
+    if one < 0:  # memory or size, negated
+        return other / one
+    return _speed(trial) / max(_speed(over), 1e-9)
 
 
 def _knobs(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:

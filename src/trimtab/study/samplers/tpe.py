@@ -93,7 +93,12 @@ def _suggest(asked: optuna.Trial, facts: SearchState) -> Recipe:
     steps: list[Pass] = []
     for name in PASSES:
         cls = PASSES[name]
-        usable = "infer" in cls.modes and cls.sets <= backend.honours and (facts.throughput or "data.batch" not in cls.sets)
+        usable = (
+            "infer" in cls.modes
+            and not cls.compresses
+            and cls.sets <= backend.honours
+            and (facts.throughput or "data.batch" not in cls.sets)
+        )
         if usable and asked.suggest_categorical(f"pass.{name}", [False, True]):
             fields = {f: asked.suggest_categorical(f"{name}.{f}", search_space.options(cls, f)) for f in cls.choices()}
             steps.append(cls(**fields))

@@ -13,7 +13,7 @@ from torch import nn
 
 from trimtab.core.candidate import Candidate
 from trimtab.core.settings import Settings
-from trimtab.core.signature import STORED
+from trimtab.core.signature import STORED, dtype_name
 from trimtab.errors import CompileError
 from trimtab.measure.timer import LocalRunner, synchronizer
 from trimtab.tensors.deepcopy import copied
@@ -181,7 +181,9 @@ def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidat
     model, objective = copies(context.model, context.objective)
     moved = mover(context.device)(batch)
     context.modes.train(model)
-    inputs = tuple(tensor for tensor in tensors_of(moved) if tensor.layout is torch.strided and tensor.dtype in STORED)
+    inputs = tuple(
+        tensor for tensor in tensors_of(moved) if tensor.layout is torch.strided and dtype_name(tensor.dtype) in STORED
+    )
     enabled = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = False  # torch would keep its choice per shape, so that cudnn_benchmark would not search
     try:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trimtab.core.settings import KERNELS, Settings
+from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
 from trimtab.hardware import system
+from trimtab.tensors.attention_kernels import KERNELS
 from trimtab.tensors.precision import products_of_float32
 from trimtab.train.runtime.memory_errors import said
 

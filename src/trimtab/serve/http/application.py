@@ -12,20 +12,25 @@ from typing import Any
 import orjson
 
 from trimtab.serve.connection import StartError
+from trimtab.serve.http.openapi import document, page, sign_in
 from trimtab.serve.metrics import Figures, exposition
-from trimtab.serve.openapi import document, page
 from trimtab.serve.protocol import HEADER_LENGTH, Bytes, Refusal, read_request, request_id, write_response
 from trimtab.serve.repository import Repository
+from trimtab.serve.traces import Record, Tracer
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-BODY_S = 30.0
-"""Seconds within which a body must arrive, after its first part."""
 JSON, TEXT, HTML = b"application/json", b"text/plain; version=0.0.4; charset=utf-8", b"text/html; charset=utf-8"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 REQUEST_ID = b"x-request-id"
+POLICY = (
+    b"content-security-policy",
+    b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+)
+"""Header of pages: they load nothing from elsewhere, and no other page frames them."""
 SMALL = 1 << 20
 """Most bytes of a body that holds no tensors."""
 
@@ -34,11 +39,19 @@ class Gone(Exception):
     """The client has closed the connection."""
 
 
+class WrongMethod(Refusal):
+    """A method that a route does not take."""
+
+    def __init__(self, method: str, allowed: tuple[str, ...]) -> None:
+        super().__init__(405, f"This route takes {' and '.join(allowed)}, not {method}.")
+        self.allowed = allowed
+
+
 class Application:
     """The ASGI application."""
 
-    def __init__(self, repository: Repository) -> None:
-        self._repository = repository
+    def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
+        self._repository, self._tracer = repository, tracer
         self._figures = Figures(repository.figures)
         options = repository.options
         self._most = int(options.max_body_mb * 1e6)
@@ -49,33 +62,45 @@ class Application:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError("Only HTTP is served here.")
-        start, given = time.perf_counter(), _header(scope, REQUEST_ID)
-        request, facts = request_id(None if given is None else given.decode("latin-1")), dict[str, Any]()
-        status = await self._respond(scope, receive, _tagging(send, request), facts)
-        if self._repository.options.log_requests and (status != 200 or scope["method"] == "POST"):
-            took = round((time.perf_counter() - start) * 1e3, 3)
-            path = scope["path"][:200]
-            self._repository.log(
-                "request", request_id=request, method=scope["method"], path=path, status=status, ms=took, **facts
-            )
+        given, record = _header(scope, REQUEST_ID), Record()
+        request = request_id(None if given is None else given.decode("latin-1"))
+        status = await self._respond(scope, receive, _tagging(send, request), record)
+        if status == 200 and scope["method"] != "POST":
+            return
+        if self._repository.options.log_requests:
+            facts = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": record.ms, **record.facts}
+            self._repository.log("request", request_id=request, **facts)
+        if self._tracer is not None:
+            carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            said = {
+                "http.request.method": scope["method"],
+                "url.path": scope["path"][:200],
+                "http.response.status_code": status,
+            }
+            self._tracer.add(f"HTTP {scope['method']}", status, record, carrier, said | {"trimtab.request_id": request})
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send, facts: dict[str, Any]) -> int:
-        """Answer one request. Returns the status, and adds what a log tells to ``facts``."""
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, record: Record) -> int:
+        """Answer one request. Returns the status, and adds to ``record`` what a log and a trace tell."""
         try:
             words = scope["path"].split("/")[1:]
             self._authorize(scope, words)
             if words[-1] == "infer" and words[:2] == ["v2", "models"]:
-                await self._infer(words[2:-1], scope, receive, send, facts)
+                await self._infer(words[2:-1], scope, receive, send, record)
                 return 200
             status, body, kind = await self._other(words, scope, receive)
-            await _answer(send, status, [b"" if scope["method"] == "HEAD" else body], kind)
+            await _answer(send, status, [body], kind, [POLICY] if kind is HTML else [])
             return status
         except Refusal as refusal:
             extra = [] if refusal.retry_after is None else [(b"retry-after", str(refusal.retry_after).encode())]
             if refusal.status == 401:
                 extra.append((b"www-authenticate", b"Bearer"))
-            await _answer(send, refusal.status, [orjson.dumps({"error": refusal.sentence})], JSON, extra)
-            facts["error"] = refusal.sentence
+            if isinstance(refusal, WrongMethod):
+                extra.append((b"allow", ", ".join(refusal.allowed).encode()))
+            if refusal.status == 401 and scope["path"] == "/" and b"text/html" in (_header(scope, b"accept") or b""):
+                await _answer(send, 401, [sign_in().encode()], HTML, [*extra, POLICY])
+            else:
+                await _answer(send, refusal.status, [orjson.dumps({"error": refusal.sentence})], JSON, extra)
+            record.facts["error"] = refusal.sentence
             return refusal.status
         except Gone:
             return 499
@@ -86,14 +111,14 @@ class Application:
         if not hmac.compare_digest(_header(scope, b"authorization") or b"", self._token):
             raise Refusal(401, "This server wants a token. Send the header Authorization: Bearer TOKEN.")
 
-    async def _infer(self, words: list[str], scope: Scope, receive: Receive, send: Send, facts: dict[str, Any]) -> None:
+    async def _infer(self, words: list[str], scope: Scope, receive: Receive, send: Send, record: Record) -> None:
         _only(scope, "POST")
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
         model = self._repository.model(words[0])
         deployment = model.taking(_version_in(words[1:]))
         assert deployment.interface is not None
-        facts |= {"model": model.name, "version": deployment.metrics.version}
+        record.facts |= {"model": model.name, "version": deployment.metrics.version}
         try:
             if encoding := _header(scope, b"content-encoding"):
                 raise Refusal(
@@ -104,14 +129,15 @@ class Application:
             length = _header(scope, HEADER_LENGTH.encode())
             call, asked = read_request(body, None if length is None else length.decode("latin-1"), deployment.interface)
             most = self._repository.options.deadline_s
+            record.enters_queue()
             answer = await deployment.infer(call, most if asked.timeout_s is None else min(asked.timeout_s, most))
+            record.computed(answer)
         except Refusal as refusal:
             deployment.metrics.refused(refusal.status)
             raise
         head = {"model_name": model.name, "model_version": deployment.metrics.version}
         parts, json_length = write_response(head, asked, deployment.interface.outputs, answer.tensors, answer.shapes)
         deployment.metrics.answered(time.perf_counter() - start, answer.queue_s, answer.compute_s)
-        facts |= answer.facts()
         if json_length is None:
             await _answer(send, 200, parts, JSON)
         else:
@@ -135,6 +161,7 @@ class Application:
     async def _protocol(self, words: list[str], scope: Scope, receive: Receive) -> tuple[int, Any]:
         if words[:1] == ["repository"]:
             _only(scope, "POST")
+            _own_site(scope)
             return await self._change(words[1:], await _json(scope, receive))
         _only(scope, "GET", "HEAD")
         match words:
@@ -181,7 +208,7 @@ class Application:
                 await load(self._repository, name)
                 return 200, {}
             case ["models", name, "unload"]:
-                await self._repository.model(name).unload()
+                await unload(self._repository, name)
                 return 200, {}
         raise Refusal(404, f"There is no route /v2/repository/{'/'.join(words)[:200]}. See /openapi.json.")
 
@@ -189,9 +216,14 @@ class Application:
 async def load(repository: Repository, name: str) -> None:
     """Load a new version of ``name``. Raises ``Refusal`` 404 for an unknown name, 400 with the reason if it fails."""
     try:
-        await repository.model(name).load()
+        await asyncio.shield(repository.model(name).load())  # also if the client does not wait for it
     except StartError as error:
         raise Refusal(400, f"The new version of {name} was not loaded: {error}") from error
+
+
+async def unload(repository: Repository, name: str) -> None:
+    """Stop serving ``name``, after its queue. Raises ``Refusal`` 404 for an unknown name."""
+    await asyncio.shield(repository.model(name).unload())
 
 
 def metadata(repository: Repository, name: str, version: str | None = None) -> dict[str, Any]:
@@ -243,7 +275,16 @@ def _version_in(words: list[str]) -> str | None:
 
 def _only(scope: Scope, *methods: str) -> None:
     if scope["method"] not in methods:
-        raise Refusal(405, f"This route takes {' and '.join(methods)}, not {scope['method']}.")
+        raise WrongMethod(scope["method"], methods)
+
+
+def _own_site(scope: Scope) -> None:
+    """Refuse what a browser sends for a page of another site: such a page could unload models of a local server."""
+    origin = _header(scope, b"origin")
+    if origin is not None and origin.rpartition(b"://")[2] != _header(scope, b"host"):
+        raise Refusal(
+            403, f"A page of {origin.decode('latin-1')!r:.100} has sent this request. Send it from this server's page."
+        )
 
 
 def _tagging(send: Send, request: str) -> Send:
@@ -290,19 +331,14 @@ async def _body(scope: Scope, receive: Receive, most: int) -> Bytes:
             raise Refusal(413, f"The body has more than {most} bytes. Raise --max-body, or send less.")
         return body
     collected = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            while True:
-                if message["type"] != "http.request":
-                    raise Gone
-                collected += message.get("body", b"")
-                if len(collected) > most:
-                    raise Refusal(413, f"The body has more than {most} bytes. Raise --max-body, or send less.")
-                if not message.get("more_body"):
-                    return collected
-                message = await receive()
-    except TimeoutError:
-        raise Refusal(408, f"The body did not arrive within {BODY_S:.0f} s.") from None
+    while message["type"] == "http.request":
+        collected += message.get("body", b"")
+        if len(collected) > most:
+            raise Refusal(413, f"The body has more than {most} bytes. Raise --max-body, or send less.")
+        if not message.get("more_body"):
+            return collected
+        message = await receive()
+    raise Gone
 
 
 async def _answer(send: Send, status: int, parts: list[Bytes], kind: bytes, extra: Iterable[tuple[bytes, bytes]] = ()) -> None:

@@ -1,0 +1,84 @@
+"""`trimtab serve` under load for a long time: does its memory grow, does it fail a request?
+
+    make soak                                                # 20 minutes
+    python benchmarks/soak.py --time 4m --json soak.json
+
+Serves an MLP of 2 million parameters with one instance. Finds the highest rate of an open loop (requests come at random times
+and do not wait for answers) that keeps a p99 of 50 ms, then offers 70% of it in stretches of 15 s. Memory is what the processes
+of the server share with no other process; its growth is the slope of a line through the stretches after the first fifth, times
+the whole time. Targets: growth below 2%, no request that fails. The exit status is 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+import time
+
+import numpy as np
+import psutil
+from serving import free_port, prepare, serving
+
+from trimtab._internal.serialization import write_json
+from trimtab._internal.units import seconds
+from trimtab.hardware.environment import Environment
+from trimtab.measure.host import others
+from trimtab.serve.load_test import load_test
+
+SHARE, STRETCH_S, P99_S, GROWTH = 0.7, 15.0, 0.05, 0.02
+"""Share of the capacity that is offered, seconds of a stretch, p99 of the capacity, and largest growth of the memory."""
+
+
+def memory_mb(process: psutil.Process) -> float:
+    """Memory of a process and its children that they share with no other process, in MB."""
+    return sum(one.memory_full_info().uss for one in (process, *process.children(recursive=True))) / 1e6
+
+
+def main() -> int:
+    """Serve, load, and print a verdict."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--time", default="20m", help="how long, such as 4m")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    given = parser.parse_args()
+    whole, environment = seconds(given.time, "--time"), Environment.capture()
+    print(f"{environment.cpu}, {environment.usable_cores} CPUs; others use {others()}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        prepare("mlp", folder)
+        address = f"http://127.0.0.1:{(port := free_port())}"
+        words = [sys.executable, "-m", "trimtab", "serve", f"mlp={folder / 'artifact'}", "--instances", "1", "--threads", "1"]
+        want = json.loads((folder / "want.json").read_text())
+        with serving(
+            [*words, "--port", str(port), "--no-grpc"],
+            f"{address}/v2/models/mlp/infer",
+            folder / "trimtab.json",
+            want,
+            folder / "log",
+        ) as process:
+            most = load_test(address, p99_s=P99_S, seconds=3.0)
+            if most is None:
+                sys.exit("The server keeps no rate.")
+            rate, rows = SHARE * most.rate, list[dict[str, float]]()
+            print(f"capacity {most.rate:,.0f} requests/s at a p99 of {P99_S * 1e3:.0f} ms; offered {rate:,.0f}/s", flush=True)
+            start = time.monotonic()
+            while (now := time.monotonic() - start) < whole:
+                found = load_test(address, rate=rate, seconds=min(STRETCH_S, max(whole - now, 1.0)))
+                assert found is not None
+                row = {"s": time.monotonic() - start, "mb": memory_mb(process), "sent": found.sent, "ok": found.ok}
+                rows.append(row | {"p50_ms": found.quantiles[0].ms, "p99_ms": found.quantiles[1].ms})
+                line = "  {s:6.0f} s  {mb:7.1f} MB  {ok:,.0f} of {sent:,.0f}  p50 {p50_ms:.2f} ms  p99 {p99_ms:.2f} ms"
+                print(line.format(**rows[-1]), flush=True)
+    settled = [row for row in rows if row["s"] >= whole / 5] if len(rows) > 4 else rows
+    slope = float(np.polyfit([row["s"] for row in settled], [row["mb"] for row in settled], 1)[0]) if len(settled) > 1 else 0.0
+    growth, failed = slope * whole / settled[0]["mb"], sum(row["sent"] - row["ok"] for row in rows)
+    print(f"memory grew by {growth:.2%} (at most {GROWTH:.0%}); {failed:.0f} of {sum(row['sent'] for row in rows):,.0f} failed")
+    if given.json:
+        write_json(given.json, {"rate": rate, "growth": growth, "failed": failed, "stretches": rows})
+    return int(growth >= GROWTH or failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

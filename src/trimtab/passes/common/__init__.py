@@ -1,0 +1,1 @@
+"""What several passes share. The scan for passes skips this folder."""

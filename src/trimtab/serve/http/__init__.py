@@ -1,0 +1,1 @@
+"""HTTP: connections, the application, the OpenAPI document and the page."""

@@ -1,0 +1,122 @@
+"""HTTP connections with limits: a client that is slow to send or to read, or that opens many, takes nothing from the others."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+REQUEST_S = 30.0
+"""Seconds within which a request must arrive in full: from the start of a connection, or from its first byte."""
+READ_S = 30.0
+"""Seconds that a client may leave an answer unread."""
+KEEP_ALIVE_S = 75.0
+"""Seconds that a connection may stay open between requests: longer than clients and load balancers keep theirs, so that none of
+them sends a request into a connection that is being closed."""
+RESERVED_FILES = 256
+"""Open files that are left for the gRPC server and the sockets of instances."""
+
+
+def most_connections() -> int:
+    """Raise the number of files that this process may open to what the system allows. The most connections within it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return 1 << 20 if hard == resource.RLIM_INFINITY else max(hard - RESERVED_FILES, 16)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 connection, with limits in time and number. It answers what is no HTTP with a sentence in JSON."""
+
+    most: int | None = None
+    """Most connections of the server; ``None``: any number."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._arriving = False
+        """Whether a part of a request has arrived, and not yet all of it."""
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request."""
+        super().connection_made(transport)
+        if self.most is not None and len(self.connections) > self.most:
+            self._end(503, f"The server has {self.most} connections and takes no further ones. Try again later.")
+        else:
+            self._request_timer = self.loop.call_later(REQUEST_S, self._late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_waiting()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand the bytes to the parser."""
+        super().data_received(data)
+        if not self._arriving:
+            self._stop_waiting()
+        elif self._request_timer is None:
+            self._request_timer = self.loop.call_later(REQUEST_S, self._late)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._arriving = True
+        self._stop_waiting()
+        super().on_message_begin()
+
+    def on_message_complete(self) -> None:
+        """A request has arrived in full."""
+        self._arriving = False
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as the server writes."""
+        super().pause_writing()
+        self._read_timer = self.loop.call_later(READ_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def shutdown(self) -> None:
+        """Close a connection whose request has not arrived in full; others are closed after their answer."""
+        if self._arriving:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP request."""
+        self._end(400, msg)
+
+    def _stop_waiting(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    def _late(self) -> None:
+        """The request did not arrive in time."""
+        self._request_timer, cycle = None, self.cycle
+        if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
+            self._request_timer = self.loop.call_later(REQUEST_S, self._late)  # an earlier request is still being answered
+        elif self._arriving and (cycle is None or not cycle.response_started or cycle.response_complete):
+            self._end(408, f"The request did not arrive within {REQUEST_S:g} s.")
+        else:
+            self.transport.close()
+
+    def _end(self, status: int, sentence: str) -> None:
+        """Answer with an error beside the application, and close."""
+        body = orjson.dumps({"error": sentence})
+        head = [STATUS_LINE[status], b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)]
+        head += [b"retry-after: 1\r\n"] if status == 503 else []
+        self.transport.write(b"".join([*head, b"connection: close\r\n\r\n", body]))
+        self.transport.close()
