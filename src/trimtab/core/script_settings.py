@@ -40,7 +40,7 @@ class ScriptSettings:
     autocast: Literal["bfloat16", "float16"] | None = None
     compile: bool = False
     debug_off: bool = False
-    """Whether anomaly mode and autograd's profiler stay off."""
+    """Whether anomaly mode stays off."""
     float32: bool = False
     """Whether float64 parameters and inputs of modules become float32."""
     keep_freed: bool = False

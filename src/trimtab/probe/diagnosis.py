@@ -59,7 +59,10 @@ def diagnose(
     _say(on_progress, f"first step after {record.start_s:.1f} s; each fresh process costs that")
     found, notes = run_checks(record, environment)
     asked = _Measured(command, record, in_place, on_progress)
-    outcomes = asked.single(found, SCREENING * seconds - (time.monotonic() - began))
+    left = seconds - (time.monotonic() - began)
+    screening = left - (1 - SCREENING) * seconds
+    # where the budget allows one comparison only, it is that of single remedies
+    outcomes = asked.single(found, screening if screening >= STARTS * record.start_s else left)
     findings = sorted((_judged(finding, outcomes) for finding in found), key=_order)
     left = seconds - (time.monotonic() - began)
     together = asked.together(findings, left / 2 if patch else left)
