@@ -21,9 +21,9 @@ def serve_command(
         list[str] | None,
         typer.Argument(metavar="[NAME=]ARTIFACT...", help="Folders of artifacts, such as runs/digits/artifact."),
     ] = None,
-    instances: Annotated[int | None, typer.Option(help="Processes for each model [found by measurement].")] = None,
-    batch: Annotated[int | None, typer.Option(help="Most rows that are computed at once [found by measurement].")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of each instance [found by measurement].")] = None,
+    instances: Annotated[int | None, typer.Option(help="Processes for each model [measured].")] = None,
+    batch: Annotated[int | None, typer.Option(help="Most rows computed at once [measured].")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each instance [measured].")] = None,
     max_wait: Annotated[str | None, typer.Option(help="How long a free instance waits for a fuller batch [0].")] = None,
     queue: Annotated[int | None, typer.Option(help="Most requests that wait for one model; others get 503 [256].")] = None,
     deadline: Annotated[str | None, typer.Option(help="Longest time in the queue; then 504 [30s].")] = None,
@@ -52,7 +52,7 @@ def serve_command(
     watch: Annotated[
         str | None, typer.Option(metavar="TIME", help="Look this often for a new artifact in each folder, and load it.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where the models run; artifacts run on the cpu.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the models run [cpu].")] = None,
     config: Annotated[
         pathlib.Path | None, typer.Option(parser=File, metavar="FILE", help="The same options in a TOML file; flags win.")
     ] = None,
