@@ -259,6 +259,20 @@ def test_loaders_read_tables_at_once(workers: int) -> None:
     assert DataLoader(data, batch_size=4).num_workers == 0
 
 
+def test_workers_that_stay_keep_the_shuffled_order_of_every_epoch() -> None:
+    data = TensorDataset(torch.arange(20))
+    torch.manual_seed(0)
+    plain = DataLoader(data, batch_size=5, shuffle=True)
+    want = [[batch[0].tolist() for batch in plain] for _ in range(3)]
+    line = roots.loaders.site(roots.loaders.caller(__import__("sys")._getframe())).rpartition(":")
+    apply({"loaders": {f"{line[0]}:{int(line[2]) + 3}": {"workers": 1, "persistent": True}}})
+    torch.manual_seed(0)
+    loader = DataLoader(data, batch_size=5, shuffle=True)
+    assert loader.persistent_workers
+    assert [[batch[0].tolist() for batch in loader] for _ in range(3)] == want
+    apply({})
+
+
 def test_arguments_that_need_workers_go_with_them() -> None:
     given = {"dataset": [1], "num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "timeout": 3}
     assert changed(given, {"workers": 0}) == {"dataset": [1], "num_workers": 0}

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from trimtab.probe.inside.loaders import on_arguments
 
@@ -24,8 +25,10 @@ ERRORS = (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeEr
 _by_site: dict[str, Mapping[str, Any]] = {}
 _batched: set[int] = set()
 """Ids of data sets that are read in batches. Forked workers inherit them."""
+_persistent: set[int] = set()
+"""Ids of data sets whose workers stay, which the script did not ask for."""
 _kept: list[Any] = []
-"""Those data sets, so that no other object gets their id."""
+"""The data sets of both, so that no other object gets their id."""
 _installed = False
 
 
@@ -37,6 +40,7 @@ def switch(settings: Mapping[str, Any]) -> None:
     if _by_site and not _installed:
         _installed = True
         on_arguments(_change)
+        _BaseDataLoaderIter._reset = _drawing(_BaseDataLoaderIter._reset)  # type: ignore[method-assign]
         _MapDatasetFetcher.fetch = _fetching(_MapDatasetFetcher.fetch)  # type: ignore[method-assign]
 
 
@@ -45,12 +49,14 @@ def _change(site: str, arguments: dict[str, Any]) -> None:
     if found is None:
         return
     new = changed(arguments, found)
+    dataset = new.get("dataset")
+    _kept.append(dataset)
+    if found.get("batch_fetch") and dataset is not None:
+        _batched.add(id(dataset))
+    if new.get("persistent_workers") and not arguments.get("persistent_workers"):
+        _persistent.add(id(dataset))
     arguments.clear()
     arguments.update(new)
-    dataset = arguments.get("dataset")
-    if found.get("batch_fetch") and dataset is not None and id(dataset) not in _batched:
-        _batched.add(id(dataset))
-        _kept.append(dataset)
 
 
 def changed(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,6 +80,18 @@ def changed(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
         for name in ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context"):
             new.pop(name, None)
     return new
+
+
+def _drawing(reset: Callable[..., None]) -> Callable[..., None]:
+    """Draw the seed of the workers in each epoch, as a loader does that starts them anew, so that a shuffled order stays."""
+
+    @functools.wraps(reset)
+    def drawn(self: Any, loader: Any, first_iter: bool = False) -> None:
+        reset(self, loader, first_iter)
+        if not first_iter and id(loader.dataset) in _persistent:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+    return drawn
 
 
 def _fetching(fetch: Callable[..., Any]) -> Callable[..., Any]:
