@@ -335,6 +335,9 @@ def remember(entry: loaders.Loader) -> None:
     _known_loaders[entry.number] = (facts, dataset if batched else None, loader.collate_fn)
 
 
+_read_twice: dict[int, Json] = {}
+
+
 def _loader(entry: loaders.Loader) -> Json:
     found: Json = {"number": entry.number, "site": entry.site, "dataset": entry.dataset, "dataset_id": entry.dataset_id}
     facts, dataset, collate = _known_loaders.get(entry.number, ({}, None, None))
@@ -342,7 +345,9 @@ def _loader(entry: loaders.Loader) -> Json:
     opened, examples = _opens.get(entry.dataset_id, (0, 0))
     found["opens"] = opened / examples if examples else 0.0
     if dataset is not None and _counts[entry.number]:
-        found |= _reading(dataset, collate, _places.get(id(dataset)))
+        if entry.number not in _read_twice:
+            _read_twice[entry.number] = _reading(dataset, collate, _places.get(id(dataset)))
+        found |= _read_twice[entry.number]
     return found
 
 

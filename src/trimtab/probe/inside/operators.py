@@ -10,19 +10,22 @@ from torch.profiler import ProfilerActivity
 
 from trimtab.probe.inside import calls
 
-STEPS, TRIES = 2, 4
+STEPS, TRIES = 2, 6
+STEP = "trimtab: step"
+"""Name of the range that encloses a step."""
+
 SMALL_US = 10.0
 MOST = 40
 
 found: dict[str, Any] = {}
 _profiler: Any = None
-_steps = _tries = 0
+_range: Any = None
+_kept: list[bool] = []
 
 
 def start(notes: list[str]) -> bool:
     """Begin to record. Returns whether torch lets us; the script may have a profiler of its own."""
-    global _profiler, _steps, _tries
-    _steps, _tries = 0, _tries + 1
+    global _profiler
     flags = dict(calls.flags)
     try:
         enabled: Any = torch.autograd
@@ -32,6 +35,7 @@ def start(notes: list[str]) -> bool:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         _profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True, with_flops=True)
         _profiler.start()
+        _open()
     except (RuntimeError, AttributeError) as error:
         notes.append(f"Operators were not recorded: {error}.")
         return False
@@ -41,23 +45,41 @@ def start(notes: list[str]) -> bool:
     return True
 
 
+def _open() -> None:
+    global _range
+    _range = torch.profiler.record_function(STEP)
+    _range.__enter__()
+
+
 def ended_step(mixed: bool) -> bool:
-    """Count a step; return whether enough were recorded. With a ``mixed`` one among them it starts again, a few times."""
-    global _steps
-    _steps += 1
-    if mixed and _tries < TRIES:
-        _profiler.stop()
-        start([])
-    return _steps >= STEPS
+    """Count a step; return whether enough were recorded. A ``mixed`` one is recorded, too, and left out of the figures: to stop
+    the profiler and start it again corrupts the heap with torch 2.13."""
+    _range.__exit__(None, None, None)
+    _kept.append(not mixed)
+    if sum(_kept) >= STEPS or len(_kept) >= TRIES:
+        return True
+    _open()
+    return False
+
+
+def _recorded() -> tuple[list[Any], int]:
+    """Events of the steps that count, and how many steps those are."""
+    events = list(_profiler.events())
+    ranges = sorted((e.time_range.start, e.time_range.end) for e in events if e.name == STEP)
+    kept = [found for found, clean in zip(ranges, _kept, strict=False) if clean] or ranges
+    return [e for e in events if any(start <= e.time_range.start < end for start, end in kept)], max(len(kept), 1)
 
 
 def stop() -> None:
     """End recording, and keep the figures per step."""
+    if not _kept:
+        _range.__exit__(None, None, None)
+        _kept.append(True)
     _profiler.stop()
-    steps = max(_steps, 1)
+    recorded, steps = _recorded()
     by: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     count, small, whole = 0, 0.0, 0.0
-    for event in _profiler.events():
+    for event in recorded:
         if not event.name.startswith(("aten::", "mkldnn::", "torch_", "c10d::")) and "::" not in event.name:
             continue
         us = float(event.self_cpu_time_total) + float(getattr(event, "self_device_time_total", 0.0) or 0.0)

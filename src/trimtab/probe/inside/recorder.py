@@ -179,9 +179,13 @@ def _mark(key: Key) -> None:
     enough = _clean >= wanted or count - WARM_UP >= (wanted if 2 * _clean < count - WARM_UP else 3 * wanted)
     growth.look(count - WARM_UP, enough)
     if enough or _out_of_time:
-        if _out_of_time or not operators.start(notes):
+        if _out_of_time:
             finish(False)
         _profiled_from = count
+        if rank() == 0:  # for the case that the profiler ends the process
+            attempt(_write, False, "early")
+        if not operators.start(notes):
+            finish(False)
 
 
 def _count_lines() -> None:
@@ -192,7 +196,7 @@ def _count_lines() -> None:
         finish(False)
     _counting = lines.paused = True
     if rank() == 0:
-        _write(False, "early")
+        attempt(_write, False, "early")
         line_counts.start()
 
 
