@@ -10,6 +10,8 @@ import torch
 
 import trimtab
 from trimtab.api.optimize import command_line
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS
 from trimtab.core.trial import State
 from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
@@ -60,8 +62,12 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
     (tmp_path / "halves.py").write_text(WORKLOAD)
     monkeypatch.chdir(tmp_path)
     # only the runtime that the smaller networks are tried on, so that few trials come before them
+    monkeypatch.setattr(search_space, "backends", lambda: [BACKENDS["onnxruntime"]()])
+    monkeypatch.setattr(search_space, "variants", lambda technique, without=(): [])
+    for name in ("rewrites", "knobs"):
+        monkeypatch.setattr(search_space, name, list)
     result = trimtab.optimize(
-        "halves.py", limits=Limits(max_drop=0.2), compress="prune", timing_seconds=0.4, trials=24, out="run"
+        "halves.py", limits=Limits(max_drop=0.2), compress="prune", timing_seconds=0.4, trials=7, out="run"
     )
     smaller = [trial for trial in result.trials if trial.stage == "compressed"]
     trained = [trial for trial in smaller if any(step.name == "recover" for step in trial.recipe.passes)]

@@ -109,13 +109,11 @@ def optimize(
         trials: largest number of new trials, besides that of the model as written.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
-        compress: whether smaller networks are tried too: ``prune`` removes channels, units and heads and trains the rest to
-            follow the model, ``auto`` whole layers too. Give the workload data to train on: ``training=Training(data=...)``.
+        compress: ``prune`` also tries smaller networks, trained on the workload's ``training`` data; ``auto`` fewer layers too.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
-        worker_memory_mb: memory limit of one worker process, in MB.
-        trial_seconds, timing_seconds: time limits of one trial, and of its paired timing, which a narrow interval ends sooner.
+        worker_memory_mb, trial_seconds, timing_seconds: limits of a worker's memory, of one trial, and of its paired timing.
         progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
 
     Raises:

@@ -172,10 +172,12 @@ def _scores(graph: Any, group: Any, root: nn.Module) -> torch.Tensor:
         if not isinstance(module, LAYERS):
             continue
         if isinstance(module, nn.LSTM):
-            squares = lstm.scores(module) if is_output else module.weight_ih_l0.detach().float().square().sum(0)
+            first: Any = module.weight_ih_l0
+            squares = lstm.scores(module) if is_output else first.detach().float().square().sum(0)
         else:
             axis = int(is_output == bool(getattr(module, "transposed", False)))
-            squares = module.weight.detach().float().square().transpose(0, axis).flatten(1).sum(1)
+            weight: Any = module.weight
+            squares = weight.detach().float().square().transpose(0, axis).flatten(1).sum(1)
         lost, roots = torch.tensor(_plain(indices)), torch.tensor(_plain(group[i].root_idxs))
         known = lost < len(squares)  # a grouped convolution has fewer columns than inputs
         found = torch.zeros_like(total).index_add_(0, roots[known], squares[lost[known]])

@@ -23,14 +23,19 @@ from torch import nn
 from trimtab._internal.text import counted
 from trimtab._internal.user_code import writing
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
+from trimtab.core.settings import Settings
 from trimtab.core.technique import Choice, Pass
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.data.batches import Batch, joined, rows_of
 from trimtab.errors import CompileError, TrimtabError, UsageError
 from trimtab.passes.common.structure import difference
 from trimtab.tensors.weights import raw
+from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.adapter import LossAdapter
 from trimtab.train.loss.distillation import Distillation
+from trimtab.train.optim.schedules import one_cycle
+from trimtab.train.runtime.world import World
+from trimtab.train.trainer import Trainer
 
 FOLDER = "recovered"
 """Folder in the candidate's scratch folder with trained weights, one file for each training."""
@@ -148,12 +153,6 @@ class Recover(Pass):
         Raises:
             CompileError: the training fails, is cut off, or lowers no loss.
         """
-        from trimtab.core.settings import Settings
-        from trimtab.train.early_stopping import EarlyStopping
-        from trimtab.train.optim.schedules import one_cycle
-        from trimtab.train.runtime.world import World
-        from trimtab.train.trainer import Trainer  # imported late: most workers train nothing
-
         begun = time.perf_counter()
         attention = any(isinstance(part, (nn.LayerNorm, nn.MultiheadAttention, nn.RMSNorm)) for part in teacher.modules())
         rate, size = (RATE_ATTENTION, BATCH_ATTENTION) if attention else (RATE, BATCH)

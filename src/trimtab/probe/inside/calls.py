@@ -16,7 +16,7 @@ import torch
 from trimtab.probe.inside import clock
 from trimtab.probe.inside.hooks import is_compiling, replace
 from trimtab.probe.inside.plan import MAIN
-from trimtab.probe.inside.sites import caller
+from trimtab.probe.inside.sites import caller, here
 
 _THEIRS = frozenset({clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC})
 """Phases within which reading a value is part of that phase: torch's optimizers read their step counts so."""
@@ -108,8 +108,6 @@ def _where(name: str) -> Callable[[Any], Callable[..., Any]]:
 
     def make(original: Any) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
-            from trimtab.probe.inside.sites import here
-
             if "/torch/" not in sys._getframe(1).f_code.co_filename:  # torch.compile switches some on for itself
                 flags.setdefault(name, here())
             return original(*args, **kwargs)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, line_counts, lines, loaders, operators, roots, steps
+from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.facts import batch_facts, first_tensors
 from trimtab.probe.inside.plan import PLAN, process_age_s, rank
 from trimtab.probe.inside.sites import caller, site, texts
@@ -208,12 +209,11 @@ def finish(finished: bool) -> None:
     if os.getpid() != _owner or not _done.acquire(blocking=False):
         return
     if rank() == 0:
-        try:
-            _write(finished)
-        except Exception as error:
+        _, error = attempt(_write, finished)
+        if error is not None:
             _save("failed", {"error": f"{type(error).__name__}: {error}"})
             if PLAN.get("debug"):
-                raise
+                raise error
     if finished:
         return
     for stream in (sys.stdout, sys.stderr):
