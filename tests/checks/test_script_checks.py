@@ -254,7 +254,11 @@ NEAR: dict[str, dict[str, ProbeRecord]] = {
         "own lines": with_lines(line("weights = recompute(model)", 0.3), phases={"other": 30.0}),
         "no lines": changed(lines=(), phases={"other": 30.0}),
     },
-    "slow_lines": {"a log": with_lines(line("print(loss)", 0.2)), "a loop": with_lines(*PAIRS)},
+    "slow_lines": {
+        "a loss": with_lines(line("loss = F.mse_loss(y, x) + kld", 0.2)),
+        "a log": with_lines(line("print(loss)", 0.2)),
+        "a loop": with_lines(*PAIRS),
+    },
     "metric_every_step": {
         "rarely": with_lines(line("auc = roc_auc_score(y, p)", 0.01)),
         "accumulation": with_lines(line("accumulate(x, mapped)", 0.2)),

@@ -22,6 +22,8 @@ LOGGING = re.compile(
     r"\bprint\(|\btqdm\b|\b(logger|logging|writer|wandb|mlflow)\.\w+\(|\badd_(scalars?|histogram|image|text|figure)\(|set_postfix"
 )
 """Lines that write a log."""
+LOSSES = re.compile(r"loss|criterion|\bkld?\b", re.IGNORECASE)
+"""Lines that compute a loss, which every step needs."""
 METRICS = re.compile(
     r"(?<![a-z])(acc|accuracy|auc|auroc|roc|f1|precision_recall|recall|confusion|metrics?|top_?k|scores?|iou|bleu|rouge|perplexity"
     r"|ece)(?![a-z])",

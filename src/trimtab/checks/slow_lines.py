@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import BATCHES, LOGGING, METRICS, does, edit, lines, listed, note, on_gpu
+from trimtab.checks._script import BATCHES, LOGGING, LOSSES, METRICS, does, edit, lines, listed, note, on_gpu
 from trimtab.checks.batch_loop import BatchLoop, near
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
@@ -31,7 +31,7 @@ class SlowLines(Check):
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Sampled lines outside of the passes, without those that other checks know."""
-        known = (LOGGING, METRICS, *(() if any(loader.batches for loader in subject.loaders) else (BATCHES,)))
+        known = (LOGGING, LOSSES, METRICS, *(() if any(loader.batches for loader in subject.loaders) else (BATCHES,)))
         slow = [
             line
             for line in lines(subject, "other", "synchronization", least=self.line)
