@@ -325,7 +325,7 @@ def main() -> int:
     scripts = {script.name: script for script in read_scripts()}
     if unknown := set(names) - set(scripts):
         sys.exit(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
-    print(f"{environment.cpu}, {environment.usable_cores} CPUs, {environment.os}; others use {busy}")
+    print(f"{environment.cpu}, {environment.usable_cores} CPUs, {environment.os}; {busy}")
     print(", ".join(f"{name} {version}" for name, version in environment.versions.items()))
     rounds = 1 if asked.quick else asked.rounds
     print(f"{rounds} x A B B A in fresh processes, {asked.budget:g} s a doctor and a tune, load {os.getloadavg()[0]:.1f}")
