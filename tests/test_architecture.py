@@ -310,16 +310,17 @@ def test_no_import_of_ours_hides_in_a_function() -> None:
     assert hidden == set()
 
 
-def test_one_boundary_catches_everything_and_nothing_is_left_to_do() -> None:
+def test_three_boundaries_catch_everything_and_nothing_is_left_to_do() -> None:
     broad = [
-        f"{dotted(path)}:{node.lineno}"
+        dotted(path)
         for path, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
         and ast.unparse(node.body[-1]) != "raise"  # one that only cleans up swallows nothing
     ]
-    assert len(broad) <= 1, broad
+    # a trial, the start of a probe, and what a probe calls: the last two run in the script's process, which they must not stop
+    assert broad == ["evaluation.evaluate", "probe.boot.sitecustomize", "probe.inside.boundary"]
     words = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
     assert [dotted(path) for path in FILES if words.search(path.read_text(encoding="utf-8"))] == []
 

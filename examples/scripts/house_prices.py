@@ -38,7 +38,7 @@ def evaluate(model, x, y, size):
 def train(args):
     torch.manual_seed(0)
     x, y = houses(16_384, 0)
-    val_x, val_y = houses(8_192, 1)
+    val_x, val_y = houses(16_384, 1)
     model = nn.Sequential(nn.Linear(12, 64), *[Residual(64) for _ in range(4)], nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     best, kept = float("inf"), None
@@ -49,7 +49,7 @@ def train(args):
         loss.backward()
         optimizer.step()
         if step % args.validate_every == 0:
-            error = evaluate(model, val_x, val_y, 1024).item()
+            error = evaluate(model, val_x, val_y, 4096).item()
             if error < best:
                 best, kept = error, copy.deepcopy(model.state_dict())
             if step % (5 * args.validate_every) == 0:

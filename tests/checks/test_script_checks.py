@@ -242,6 +242,10 @@ NEAR: dict[str, dict[str, ProbeRecord]] = {
     },
     "saving_share": {"rarely": changed(run_s={"steps": 4.0, "saving": 0.04}, calls=(call("torch.save", 1.0),))},
     "memory_growth": {
+        "compiled code": changed(
+            memory=dataclasses.replace(MEMORY, growth_mb=1.5, growth_low_mb=1.0, rises=0.95),
+            recompiles=(RecompileRecord(site="model.py:7", reason="size of x", recompiles=9),),
+        ),
         "a cache that fills": with_memory(growth_mb=2.0, growth_low_mb=1.0, rises=0.3),
         "noise": with_memory(growth_mb=0.06, growth_low_mb=0.01, rises=0.9),
     },

@@ -37,6 +37,20 @@ MAX_DEPTH = 60
 MAX_FILES = 10_000
 CLAIMS = ("speedup", "baseline_speedup")
 """Names of speed ratios in the evidence."""
+LABELS = {
+    "thread_limit": "threads with which both were timed",
+    "speedup": "speed-up over the model as written",
+    "against_tuned": "speed-up over the tuned original",
+    "latency_ms": "latency of one call",
+    "baseline_score": "score of the model as written, on test data",
+    "score": "its score, on the same data",
+    "drop": "drop of the score",
+    "size_mb": "size in MB",
+    "peak_mb": "peak memory in MB of a process that loads and calls it",
+    "cold_s": "seconds to the first answer",
+    "baseline_speedup": "speed-up of the original in this folder over the model as written",
+}
+"""What a reader calls the figures of the evidence."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+@-]*)*")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab._internal.serialization import from_json
 from trimtab._internal.text import counted
-from trimtab.artifact.manifest import CLAIMS, GOLDEN, FileFacts, Manifest
+from trimtab.artifact.manifest import CLAIMS, GOLDEN, LABELS, FileFacts, Manifest
 from trimtab.core.backend import Backend
 from trimtab.core.measurement import Interval
 from trimtab.hardware.system import KEEP_MEMORY
@@ -71,22 +71,6 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
             for scale, most in zip(manifest.golden.scale, manifest.golden.tolerance, strict=True)
         ),
     )
-
-
-LABELS = {
-    "thread_limit": "threads with which both were timed",
-    "speedup": "speed-up over the model as written",
-    "against_tuned": "speed-up over the tuned original",
-    "latency_ms": "latency of one call",
-    "baseline_score": "score of the model as written, on test data",
-    "score": "its score, on the same data",
-    "drop": "drop of the score",
-    "size_mb": "size in MB",
-    "peak_mb": "peak memory in MB of a process that loads and calls it",
-    "cold_s": "seconds to the first answer",
-    "baseline_speedup": "speed-up of the original in this folder over the model as written",
-}
-"""What a reader calls the figures of the evidence."""
 
 
 def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:

@@ -31,10 +31,8 @@ class BatchLoop(Check):
     name = "batch_loop"
     about = "script"
 
-    least: float = 0.05
+    least: float = 0.02
     """Share of a step, from which on it is reported."""
-    line: float = 0.01
-    """Share of a step of the loop's own lines, from which on it is reported."""
     examples: int = 4
     """Examples of a batch, from which on a loop over them can be told from a few calls."""
 
@@ -62,7 +60,7 @@ class BatchLoop(Check):
         total = sum(each.ms for each in subject.operators)
         each_ms = sum(each.ms for each in subject.operators if per_example(each.calls, size))
         taken = max(rows, each_ms / total if total else 0.0)
-        if taken < self.least or rows < self.line:
+        if taken < self.least:
             return []
         often = line.runs or calls[line.site].site_calls
         what = f"calls {calls[line.site].name}" if line.site in calls else "runs"

@@ -30,11 +30,13 @@ class MemoryGrowth(Check):
     """Share of the steps that must add to it."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
-        """The slope of the memory over the steps, if nearly every step adds to it."""
+        """The slope of the memory over the steps, if nearly every step adds to it. Compiled code is left out."""
         memory = subject.memory
         if memory is None or memory.growth_low_mb < self.least_mb or memory.rises < self.rises:
             return []
         where = memory.grows_at
+        if where is None and any(each.recompiles for each in subject.recompiles):
+            return []
         at = f", kept by {where}" if where else ""
         message = (
             f"Memory grows by {memory.growth_mb:.2f} MB per step{at}: {memory.rises:.0%} of {counted(subject.steps, 'step')} "

@@ -15,9 +15,9 @@ from trimtab.core.script_settings import ScriptSettings
 
 Category = Literal["data", "step", "precision", "memory", "run"]
 Standing = Literal["pays", "no gain", "other losses", "advice", "not measured"]
-"""``pays``: the remedy was measured as surely faster and the losses stayed. ``other losses``: faster, but the losses differ or
-could not be compared. ``advice``: only the script's author can apply it. ``not measured``: it could be, but was not, or its
-interval is too wide to tell anything."""
+"""``pays``: the remedy was measured as surely faster and the losses stayed. ``other losses``: faster, but the losses differ.
+``advice``: only the script's author can apply it. ``not measured``: it could be, but was not; or its interval is too wide to
+tell anything; or the losses were not compared."""
 LOSSES_STAY = ("equal", "within rounding")
 
 
@@ -29,12 +29,14 @@ def standing(finding: Finding) -> Standing:
         return "not measured"
     if not finding.gain.faster or finding.gain.doubtful:
         return "no gain"
+    if finding.losses == "not compared":
+        return "not measured"
     return "pays" if finding.losses in LOSSES_STAY else "other losses"
 
 
 def saving(finding: Finding) -> float:
     """Share of the time of a step, 0 to 1, that the remedy saves; for advice the most that it can save, as measured."""
-    found = finding.gain if standing(finding) == "pays" else finding.most if finding.edit is not None else None
+    found = {"pays": finding.gain, "advice": finding.most}.get(standing(finding))
     return 1 - 1 / found.value if found is not None and found.faster and not found.doubtful else 0.0
 
 

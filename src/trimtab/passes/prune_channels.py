@@ -172,8 +172,8 @@ def _scores(graph: Any, group: Any, root: nn.Module) -> torch.Tensor:
         if not isinstance(module, LAYERS):
             continue
         if isinstance(module, nn.LSTM):
-            columns: torch.Tensor = getattr(module, "weight_ih_l0")  # noqa: B009 - nn.LSTM sets its weights by name
-            squares = lstm.scores(module) if is_output else columns.detach().float().square().sum(0)
+            first: Any = module.weight_ih_l0
+            squares = lstm.scores(module) if is_output else first.detach().float().square().sum(0)
         else:
             axis = int(is_output == bool(getattr(module, "transposed", False)))
             weight: Any = module.weight

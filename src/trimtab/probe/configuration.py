@@ -119,8 +119,9 @@ class Configuration:
         """
         refuse_existing(path, overwrite)
         changes = to_json(self.settings.changes())
-        loaders = changes.get("loaders", {})
-        changes["loaders"] = {site: {k: v for k, v in each.items() if v is not None} for site, each in loaders.items()}
+        if "loaders" in changes:  # TOML has no null
+            loaders = changes["loaders"].items()
+            changes["loaders"] = {site: {k: v for k, v in each.items() if v is not None} for site, each in loaders}
         tables = {
             "script": {"command": list(self.command), "sha256": dict(self.files)},
             "settings": changes,

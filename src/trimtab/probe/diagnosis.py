@@ -11,7 +11,6 @@ from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, Patch, Together, saving, standing
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
-from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment, known_peaks
 from trimtab.probe import counterfactuals
@@ -90,18 +89,25 @@ def _judged(finding: Finding, outcomes: Sequence[Outcome]) -> Finding:
     most = next((one for one in outcomes if one.settings == finding.ceiling), None) if finding.ceiling else None
     changed: dict[str, object] = {"most": most.gain if most is not None else finding.most}
     if own is not None:
-        changed |= {"gain": own.gain, "losses": own.losses, "unmeasured": own.failed if own.gain is None else _noise(own.gain)}
+        changed |= {"gain": own.gain, "losses": own.losses, "unmeasured": _unknown(own)}
     judged = dataclasses.replace(finding, **changed)  # type: ignore[arg-type]
     if judged.level == "error":
         return judged
     return dataclasses.replace(judged, level="warning" if standing(judged) == "pays" and saving(judged) >= WARNING else "note")
 
 
-def _noise(gain: Interval) -> str | None:
-    """A clause if ``gain`` is too wide to tell anything."""
-    if not gain.unclear:
-        return None
-    return f"its speed-up is between {gain.bounds(' and ')}: the machine is too busy for the budget, or the script too short"
+def _unknown(outcome: Outcome) -> str | None:
+    """A clause if ``outcome`` does not tell whether its settings pay."""
+    gain = outcome.gain
+    if gain is None:
+        return outcome.failed
+    if gain.unclear:
+        return (
+            f"its speed-up is between {gain.bounds(' and ')}: the machine is too busy for the budget, or the script too short"
+        )
+    if gain.faster and outcome.losses == "not compared":
+        return f"{gain.times()}, but the losses were not compared; give a larger --budget"
+    return None
 
 
 def _order(finding: Finding) -> tuple[bool, float, float]:

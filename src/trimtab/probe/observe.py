@@ -56,7 +56,7 @@ def observe(
     """
     if steps < 1 or seconds <= 0:
         raise UsageError(f"steps={steps}, seconds={seconds}: at least one step and a positive time are needed")
-    plan = {"mode": "observe", "anchor": None, "settings": {}, "steps": steps, "seconds": seconds}
+    plan: dict[str, Any] = {"mode": "observe", "anchor": None, "settings": {}, "steps": steps, "seconds": seconds}
     with ScriptProcess(command, plan, in_place=in_place) as process:
         tell = on_progress or (lambda _: None)
         tell(f"watching {command.name}")

@@ -32,9 +32,7 @@ def start_probe() -> None:
     if added:
         sys.path.append(PACKAGE)
     try:
-        from trimtab.probe.inside import start
-
-        start.begin()
+        importlib.import_module("trimtab.probe.inside.start").begin()
     except Exception as error:  # noqa: BLE001 - whatever fails in the probe must not stop the script
         print(f"trimtab: the probe did not start: {type(error).__name__}: {error}", file=sys.stderr)
     finally:

@@ -9,7 +9,11 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from trimtab.probe.inside.hooks import replace
 from trimtab.probe.inside.plan import PLAN
+from trimtab.probe.inside.sites import FOLDER, here
 
 writes: dict[str, None] = {}
 network: dict[str, None] = {}
@@ -66,11 +70,6 @@ def watch() -> None:
 def guard() -> None:
     """Make ``torch.save`` write nothing, note files that the process makes, and end the process at its first write to a file
     that it did not make. Files for temporary use are left out."""
-    import torch
-
-    from trimtab.probe.inside.hooks import replace
-    from trimtab.probe.inside.sites import FOLDER, here
-
     ours: set[str] = set()
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
     out = PLAN.get("out") or "."

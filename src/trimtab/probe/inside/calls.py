@@ -16,7 +16,7 @@ import torch
 from trimtab.probe.inside import clock
 from trimtab.probe.inside.hooks import is_compiling, replace
 from trimtab.probe.inside.plan import MAIN
-from trimtab.probe.inside.sites import caller
+from trimtab.probe.inside.sites import caller, here
 
 _THEIRS = frozenset({clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC})
 """Phases within which reading a value is part of that phase: torch's optimizers read their step counts so."""
@@ -108,9 +108,8 @@ def _where(name: str) -> Callable[[Any], Callable[..., Any]]:
 
     def make(original: Any) -> Callable[..., Any]:
         def told(*args: Any, **kwargs: Any) -> Any:
-            from trimtab.probe.inside.sites import here
-
-            flags.setdefault(name, here())
+            if "/torch/" not in sys._getframe(1).f_code.co_filename:  # torch.compile switches some on for itself
+                flags.setdefault(name, here())
             return original(*args, **kwargs)
 
         return told
@@ -133,7 +132,7 @@ def watch() -> None:
     for name in _WRITERS:
         if name in sys.modules:
             _watch_writer(name, sys.modules[name])
-    sys.meta_path.insert(0, _Imports())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Imports())
     distributed: Any = torch.distributed
     if distributed.is_available():
         for name in ("all_reduce", "all_gather", "broadcast", "reduce", "barrier", "all_gather_into_tensor", "reduce_scatter"):

@@ -19,6 +19,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from trimtab.probe.inside import audit, calls, clock, hooks, lines, loaders
+from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.plan import PLAN
 from trimtab.probe.inside.sites import FOLDER, line, site
 
@@ -100,7 +101,7 @@ def batch_facts(loader: loaders.Loader, batch: Any) -> None:
 
 def _padding(batch: Any, tensors: list[torch.Tensor]) -> float | None:
     """Share of positions that the attention mask excludes; without a mask, of the value that rows of integers end with."""
-    mask = batch.get("attention_mask") if hasattr(batch, "get") else None
+    mask: Any = batch.get("attention_mask") if hasattr(batch, "get") else None
     if issubclass(type(mask), torch.Tensor) and mask.dim() == 2:
         return 1.0 - float((mask != 0).float().mean())
     for tensor in tensors:
@@ -353,20 +354,23 @@ def _state() -> tuple[Any, ...]:
 
 def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
     """Read a batch twice: whether that draws random numbers, and whether ``dataset[places]`` gives the same batch at once."""
-    try:
-        places = [int(place) for place in (places or range(min(8, len(dataset))))][:16]
+
+    def one_by_one() -> tuple[list[int], Any, bool]:
+        chosen = [int(place) for place in (places or range(min(8, len(dataset))))][:16]
         before = _state()
-        single = collate([dataset[place] for place in places])
-        draws = _state() != before
-    except Exception:  # noqa: BLE001 - the person's data set does what it likes
+        batch = collate([dataset[place] for place in chosen])
+        return chosen, batch, _state() != before
+
+    def at_once(chosen: list[int], single: Any) -> bool:
+        before = _state()
+        batch = dataset[torch.tensor(chosen)]  # most data sets take one place only
+        return collate is default_collate and _state() == before and _equal(single, batch)
+
+    found, error = attempt(one_by_one)
+    if error is not None:
         return {}
-    try:
-        before = _state()
-        at_once = dataset[torch.tensor(places)]
-        equal = collate is default_collate and _state() == before and _equal(single, at_once)
-    except Exception:  # noqa: BLE001 - most data sets take one place only
-        equal = False
-    return {"draws": draws, "batch_fetch": bool(equal and not draws)}
+    chosen, single, draws = found
+    return {"draws": draws, "batch_fetch": bool(attempt(at_once, chosen, single)[0] and not draws)}
 
 
 def _equal(one: Any, other: Any) -> bool:

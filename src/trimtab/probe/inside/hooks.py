@@ -135,7 +135,7 @@ def on_optimizer_step(
 
 
 _losses: list[Callable[[float], None]] = []
-_at_backward: list[Callable[[Any, Place], None]] = []
+_at_backward: list[Callable[[Any], None]] = []
 _after_backward: list[Callable[[Place], None]] = []
 read = torch.Tensor.item
 """``Tensor.item`` as it was before it was watched."""
@@ -159,10 +159,10 @@ def _install_backward() -> None:
                 return original(*args, **kwargs)
             clock.enter(clock.PROBE)
             depth = clock.depth()
-            place = caller(sys._getframe(1))
+            place = caller(sys._getframe(1)) if _after_backward else None
             tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
             for seen in _at_backward:
-                seen(tensors, place)
+                seen(tensors)
             if _losses:
                 loss = scalar(tensors)
                 value = float(read(loss)) if loss is not None else float("nan")
@@ -176,7 +176,7 @@ def _install_backward() -> None:
                 clock.leave()
                 if _after_backward and sys.exc_info()[0] is None:
                     clock.enter(clock.PROBE)
-                    for ended in _after_backward:
+                    for ended in tuple(_after_backward):
                         ended(place)
                     clock.leave()
 
@@ -192,13 +192,21 @@ def on_backward(callback: Callable[[float], None]) -> None:
     _losses.append(callback)
 
 
-def around_backward(before: Callable[[Any, Place], None] | None = None, after: Callable[[Place], None] | None = None) -> None:
-    """Call ``before(tensors, place)`` and ``after(place)`` with the line of the script, without reading the loss."""
+def around_backward(before: Callable[[Any], None] | None = None, after: Callable[[Place], None] | None = None) -> None:
+    """Call ``before(tensors)``, and ``after(place)`` with the line of the script, without reading the loss."""
     _install_backward()
     if before is not None:
         _at_backward.append(before)
     if after is not None:
         _after_backward.append(after)
+
+
+def forget(*, after_step: Any = None, after_backward: Any = None) -> None:
+    """Take back registrations of :func:`on_optimizer_step` and :func:`around_backward`."""
+    if after_step in _after_step:
+        _after_step.remove(after_step)
+    if after_backward in _after_backward:
+        _after_backward.remove(after_backward)
 
 
 @functools.cache

@@ -119,9 +119,9 @@ def _install_iteration() -> None:
             entry = _by_iterator.get(self)
             if entry is not None:
                 clock.add(("loader", entry.number), ns)
-                for callback in _batches:
+                for callback in tuple(_batches):
                     callback(entry, batch)
-                for ended in _after_batches:
+                for ended in tuple(_after_batches):
                     ended(entry)
             clock.leave()
             return batch
@@ -151,3 +151,11 @@ def on_batch(callback: Callable[[Loader, Any], None] | None = None, after: Calla
         _batches.append(callback)
     if after is not None:
         _after_batches.append(after)
+
+
+def forget(*, batch: Any = None, after: Any = None) -> None:
+    """Take back registrations of :func:`on_batch`."""
+    if batch in _batches:
+        _batches.remove(batch)
+    if after in _after_batches:
+        _after_batches.remove(after)

@@ -25,7 +25,8 @@ def start(notes: list[str]) -> bool:
     _steps, _tries = 0, _tries + 1
     flags = dict(calls.flags)
     try:
-        if torch.autograd._profiler_enabled():
+        enabled: Any = torch.autograd
+        if enabled._profiler_enabled():
             notes.append("Operators were not recorded: the script runs a profiler of its own.")
             return False
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, line_counts, lines, loaders, operators, roots, steps
+from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.facts import batch_facts, first_tensors
 from trimtab.probe.inside.plan import PLAN, process_age_s, rank
 from trimtab.probe.inside.sites import caller, site, texts
@@ -28,17 +29,22 @@ from trimtab.probe.inside.steps import Key
 WARM_UP = 6
 """Events of the anchor that are not counted, because they are not like those that follow."""
 
+CERTAIN = 30
+"""Calls of a module in training mode that are looked at for whether a backward pass uses them."""
+
 Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int, int]
 """Time in ns, totals of the phases in ns, minor page faults, resident bytes, calls of modules that evaluate, iterators made, ns
 of the garbage collector, CPU time in ns; since the process started."""
 
 marks: dict[Key, list[Snapshot]] = {}
 tallies: list[tuple[int, list[Any]]] = []
-losses: list[torch.Tensor] = []
+losses: list[Any] = []
+"""Numbers; on a GPU tensors, which are not read before the end, so that nothing waits for them."""
 outputs: list[torch.Tensor] = []
 graphs: list[list[Any]] = []
 """[module, training, ns, used, time] of calls that recorded a graph."""
 notes: list[str] = []
+_calls: dict[int, int] = {}
 _evaluations = _iterators = _collector_ns = 0
 _age_s, _began_ns = process_age_s(), time.perf_counter_ns()
 _busy_at_start: tuple[int, float, float] | None = None
@@ -99,10 +105,10 @@ def _epoch(loader: loaders.Loader) -> None:
     facts.remember(loader)
 
 
-def _backward(tensors: Any, place: Any) -> None:
+def _backward(tensors: Any) -> None:
     loss = hooks.scalar(tensors)
     if loss is not None and len(losses) < 10_000:
-        losses.append(loss)
+        losses.append(float(hooks.read(loss)) if loss.device.type == "cpu" else loss)
     facts.look_at_flags()
 
 
@@ -120,7 +126,8 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
         clock.add(("module", number, training), ns)
         found = first_tensors(output)
         entry = [number, training, ns, 0, start, None]
-        if gradients and len(graphs) < 20_000:
+        _calls[number] = count = _calls.get(number, 0) + training
+        if gradients and len(graphs) < 20_000 and not (training and count > CERTAIN):
             nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
             for node in nodes:
                 node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))
@@ -202,12 +209,11 @@ def finish(finished: bool) -> None:
     if os.getpid() != _owner or not _done.acquire(blocking=False):
         return
     if rank() == 0:
-        try:
-            _write(finished)
-        except Exception as error:
+        _, error = attempt(_write, finished)
+        if error is not None:
             _save("failed", {"error": f"{type(error).__name__}: {error}"})
             if PLAN.get("debug"):
-                raise
+                raise error
     if finished:
         return
     for stream in (sys.stdout, sys.stderr):
@@ -255,7 +261,7 @@ def _write(finished: bool, name: str = "log") -> None:
             "samples": facts.plain_samples(first_ns, measured[-1][0]),
             "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
             "graphs": [[*entry[:5], site(entry[5])] for entry in graphs],
-            "losses": [float(hooks.read(loss)) for loss in losses or outputs],
+            "losses": [float(loss) for loss in losses or outputs],
             "notes": notes,
             "busy": facts.busy_since(_busy_at_start),
             "writes": [path for path in dict.fromkeys([*calls.saved, *audit.writes]) if not _is_temporary(path)],

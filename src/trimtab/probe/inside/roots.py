@@ -23,6 +23,8 @@ from trimtab.probe.inside.plan import MAIN
 
 Wrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
+MOST_SCANS = 5
+
 roots: dict[int, Any] = {}
 """id -> module. The modules are kept alive."""
 called: set[int] = set()
@@ -61,7 +63,7 @@ def _watch(cls: type) -> None:
                 clock.leave()
                 if _after:
                     clock.enter(clock.PROBE)
-                    for callback in _after:
+                    for callback in tuple(_after):
                         callback(self)
                     clock.leave()
 
@@ -111,6 +113,8 @@ def _install() -> None:
         if loader.number not in seen:
             seen.add(loader.number)
             scan()
+        if _scans >= MOST_SCANS:
+            loaders.forget(batch=at_batch)
 
     backwards = 0
 
@@ -121,6 +125,8 @@ def _install() -> None:
             scan()
         if backwards in (2, 5):
             descend()
+        if backwards == 5:
+            hooks.forget(after_backward=after_backward)
 
     loaders.on_batch(at_batch)
     hooks.around_backward(after=after_backward)
@@ -137,3 +143,9 @@ def after_calls(callback: Callable[[Any], None]) -> None:
     """Call ``callback(module)`` after each call of an outermost module."""
     _install()
     _after.append(callback)
+
+
+def forget(callback: Any) -> None:
+    """Take back a registration of :func:`after_calls`."""
+    if callback in _after:
+        _after.remove(callback)

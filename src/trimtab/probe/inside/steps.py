@@ -65,6 +65,8 @@ def _event(key: Key) -> None:
         counts[key] = counts.get(key, 0) + 1
         _last[key] = _events
         anchor = decide()
+        if anchor is not None:
+            _forget(anchor[0])
     elif key == anchor or (key[0] == "batch" and key[:2] == anchor[:2]):
         _number += 1
         for callback in _callbacks:
@@ -93,13 +95,39 @@ def _install() -> None:
     anchor = _given()
     kinds = {anchor[0]} if anchor else {"optimizer", "backward", "batch", "forward"}
     if "optimizer" in kinds:
-        hooks.on_optimizer_step(after=lambda entry: _event(("optimizer", entry.site, entry.index)))
+        hooks.on_optimizer_step(after=_stepped)
     if "backward" in kinds:
-        hooks.around_backward(after=lambda place: _event(("backward", _site(place), 0)))
+        hooks.around_backward(after=_went_back)
     if "batch" in kinds:
-        loaders.on_batch(after=lambda loader: _event(("batch", loader.site, loader.index)))
+        loaders.on_batch(after=_handed_out)
     if "forward" in kinds:
-        roots.after_calls(lambda module: _event(("forward", type(module).__name__, 0)))
+        roots.after_calls(_called)
+
+
+def _stepped(entry: hooks.Optimizer) -> None:
+    _event(("optimizer", entry.site, entry.index))
+
+
+def _went_back(place: Any) -> None:
+    _event(("backward", _site(place), 0))
+
+
+def _handed_out(loader: loaders.Loader) -> None:
+    _event(("batch", loader.site, loader.index))
+
+
+def _called(module: Any) -> None:
+    _event(("forward", type(module).__name__, 0))
+
+
+def _forget(kind: str) -> None:
+    """Take back what is not needed once the anchor is of ``kind``."""
+    if kind != "backward":
+        hooks.forget(after_backward=_went_back)
+    if kind != "batch":
+        loaders.forget(after=_handed_out)
+    if kind != "forward":
+        roots.forget(_called)
 
 
 def on_step_end(callback: Callable[[int], None]) -> None:

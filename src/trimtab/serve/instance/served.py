@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from trimtab._internal.user_code import user_code
-from trimtab.artifact.manifest import Manifest
+from trimtab.artifact.manifest import LABELS, Manifest
 from trimtab.artifact.padded_batches import batch_of, piece_sizes
-from trimtab.artifact.templates import LABELS
 from trimtab.core.signature import TensorSpec
 from trimtab.errors import IntegrityError
 from trimtab.serve.instance.load import Loaded, joinable, output_names
