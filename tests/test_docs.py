@@ -197,7 +197,7 @@ def test_nobody_is_sent_to_an_index_for_it(page: pathlib.Path) -> None:
 
 
 def test_the_first_page_leads_to_every_other() -> None:
-    links = set(re.findall(r"\]\(([\w/]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")))
+    links = set(re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8")))
     assert {name(page) for page in PAGES if page.is_relative_to(DOCS)} - {"index.md"} <= links
 
 
