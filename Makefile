@@ -11,7 +11,7 @@ CLIENTS := tritonclient
 # kserve's client pins FastAPI, uvicorn and others, so it has an environment of its own.
 KSERVE := kserve==0.21.0
 
-.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast soak test-serve kserve
+.PHONY: help venv demo docs test test-fast lint clean compiler browser screenshots cast soak test-long kserve
 
 help:
 	@echo "make venv   install into $(VENV) what constraints.txt lists"
@@ -19,7 +19,7 @@ help:
 	@echo "make docs   build the documentation into site/"
 	@echo "make test   ruff, mypy --strict and the whole test suite; ROOM=train/data runs the tests of one room alone"
 	@echo "make test-fast   ruff, mypy --strict and the tests that start few processes"
-	@echo "make test-serve   tests of the server that take minutes: overload, a real Prometheus, Ray, kserve's client"
+	@echo "make test-long   tests that take minutes: all example scripts, the server with Prometheus, Ray and kserve's client"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make soak   20 minutes of load on trimtab serve: no error, no growing memory; TIME=4m is shorter"
 	@echo "make screenshots   the pictures of the report in docs/images, taken in a headless Chromium"
@@ -82,7 +82,7 @@ test: $(STAMP) compiler browser
 	$(BIN)/pytest tests/$(ROOM)
 else
 test: lint compiler browser
-	$(BIN)/pytest $(PARALLEL) -m "not alone" --durations=60
+	$(BIN)/pytest $(PARALLEL) -m "not alone and not long" --durations=60
 	$(BIN)/pytest -m alone $$(grep -rl mark.alone tests --include='test_*.py')
 endif
 
@@ -99,8 +99,8 @@ kserve: .venv-kserve/.installed
 	.venv-kserve/bin/python -m pip --disable-pip-version-check -qq install $(KSERVE)
 	@touch $@
 
-test-serve: $(STAMP) browser kserve
-	TRIMTAB_SOAK=1 $(BIN)/pytest -m slow tests/serve
+test-long: $(STAMP) browser kserve
+	$(BIN)/pytest -m long tests
 	TRIMTAB_SOAK=1 $(BIN)/pytest tests/serve/test_chaos.py
 
 clean:

@@ -65,7 +65,7 @@ def test_scripts_run(row: dict[str, Any], tmp_path: pathlib.Path) -> None:
     steps(row, copied(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_every_script_runs_and_so_does_its_edit(row: dict[str, Any], tmp_path: pathlib.Path) -> None:
     folder = copied(tmp_path)

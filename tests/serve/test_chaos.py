@@ -35,7 +35,7 @@ from trimtab.serve.load_test import load_test
 ROWS = np.random.default_rng(0).normal(size=(3, 16)).astype("f4")
 ONE = ["--instances", "1", "--threads", "1", "--batch", "8"]
 OVERLOAD_S = 30.0 if os.environ.get("TRIMTAB_SOAK") else 3.0
-"""Seconds of overload; `make test-serve` takes the longer time."""
+"""Seconds of overload; `make test-long` takes the longer time."""
 
 
 @pytest.fixture(scope="module")

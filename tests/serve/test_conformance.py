@@ -266,7 +266,7 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_client_of_kserve(server: Server, want: dict[str, np.ndarray], tmp_path: pathlib.Path) -> None:
     python = os.environ.get("TRIMTAB_KSERVE_PYTHON", str(ROOT / ".venv-kserve" / "bin" / "python"))
     if not pathlib.Path(python).exists():

@@ -86,7 +86,7 @@ def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(
     assert done.stdout.split() == [f"{wheel}/trimtab/serve/front.py", "False"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(560)
 def test_the_install_lines_of_an_image_give_a_server_without_torch(tmp_path: pathlib.Path, onnx_net: Artifact) -> None:
     """The image itself is not built: there is no Docker daemon. What it installs is installed into a fresh environment."""

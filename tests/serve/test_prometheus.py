@@ -77,7 +77,7 @@ def query(address: str, expression: str) -> Any:
         return []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_expression_of_the_dashboard_gives_series(server: Server, prometheus: str) -> None:
     dashboard = json.loads((ROOT / "docs" / "serving-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

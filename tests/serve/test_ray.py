@@ -26,7 +26,7 @@ from trimtab.serve.options import Options
 
 SERVE = shutil.which("serve", path=str(pathlib.Path(sys.executable).parent))
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None or SERVE is None, reason="Ray Serve is not installed: pip install 'ray[serve]'"
     ),
