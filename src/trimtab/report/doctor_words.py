@@ -140,7 +140,7 @@ def split(diagnosis: Diagnosis) -> dict[str, list[Finding]]:
 
 def unmeasured(finding: Finding) -> str:
     """Why the gain of ``finding`` is not known."""
-    return finding.unmeasured or "the budget was spent"
+    return (finding.unmeasured or "the budget was spent").removesuffix(".")
 
 
 def run_parts(record: ProbeRecord) -> list[tuple[str, float]]:
