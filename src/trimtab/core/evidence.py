@@ -200,7 +200,7 @@ class MemoryRecord:
     growth_low_mb: float = 0.0
     """Lower bound of its 95% interval."""
     rises: float = 0.0
-    """Share of the steps after which more memory was held than before."""
+    """Share of the steps that left more memory held: at least a quarter of the mean growth."""
     page_faults: float = 0.0
     """Minor page faults per step."""
     grows_at: str | None = None

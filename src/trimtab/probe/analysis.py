@@ -33,6 +33,9 @@ PROBE = PHASES.index("probe")
 NS = 1e-6
 """ms of a nanosecond."""
 MOST_LINES, MOST_SPANS = 40, 400
+RISE = 0.25
+"""Share of the mean growth from which on a step adds to the memory: less is what the probe keeps of a step, and a mean that a
+few steps make, as an allocator that settles, is no growth with every step."""
 
 
 class Unit:
@@ -325,7 +328,7 @@ def _memory(log: Json, marks: Sequence[Any], clean: list[Unit]) -> MemoryRecord:
         at_start_mb=resident[0],
         growth_mb=slope,
         growth_low_mb=low,
-        rises=_mean([float(grown > 0) for grown in growths]),
+        rises=_mean([float(grown > max(RISE * slope, 0.0)) for grown in growths]),
         page_faults=_mean([float(u.faults) for u in clean]),
         grows_at=log["growth"].get("site") or None,
     )

@@ -35,7 +35,8 @@ def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
             while here is not None and not is_script(here.f_code):
                 here = here.f_back
             now = time.perf_counter_ns()
-            samples.append((now, here.f_code, here.f_lineno, phase) if here is not None else (now, None, 0, phase))
+            number: int | None = None if here is None else here.f_lineno  # none between two lines
+            samples.append((now, None, 0, phase) if here is None or number is None else (now, here.f_code, number, phase))
         out_of_time()
 
     threading.Thread(target=sample, name="trimtab", daemon=True).start()
