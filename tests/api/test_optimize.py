@@ -372,6 +372,7 @@ def test_what_a_check_finds_is_said(tmp_path: pathlib.Path) -> None:
     assert str(finding.remedy) == f"threads(count={finding.evidence['usable_cores']}) + eager"
 
 
+@pytest.mark.long
 def test_trials_count_recipes_besides_the_model_as_written(tmp_path) -> None:
     workload = trimtab.Workload(model=torch.nn.Linear(8, 8).eval(), inputs=torch.randn(1, 8))
     result = trimtab.optimize(workload, out=tmp_path / "run", trials=1, timing_seconds=0.2)

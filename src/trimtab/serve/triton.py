@@ -22,8 +22,8 @@ THREADS = {"onnxruntime": "intra_op_thread_count", "openvino": "INFERENCE_NUM_TH
 """Backend of trimtab, called the same in Triton -> its parameter for the number of threads."""
 
 BFLOAT16 = (
-    "# OpenVINO computes in bfloat16 on processors that have it, and this backend cannot tell it otherwise: outputs then differ "
-    "from those\n# that trimtab proved. The ONNX form has no such difference."
+    "# OpenVINO computes in bfloat16 on processors that have it, and this backend cannot tell it otherwise: outputs then "
+    "differ from those\n# that trimtab proved. The ONNX form has no such difference."
 )
 
 
