@@ -338,8 +338,15 @@ def test_a_signal_ends_the_run_after_its_update_and_it_can_go_on(number: signal.
 
     handler = signal.getsignal(number)
     made = trainer(callbacks=[interrupt], log_every=1, checkpoint=tmp_path)
+    outer = trainer()  # as of a generator, whose updates alternate with those of a critic
+    run = outer.updates(loader(), epochs=3)
+    next(run)
     summary = made.fit(loader(), epochs=3)
     assert summary.updates == 5
+    assert outer.ending, "a signal reaches every run of the process"
+    with pytest.raises(StopIteration) as ended:
+        next(run)
+    assert number.name in ended.value.value.ended
     assert number.name in summary.ended
     assert signal.getsignal(number) is handler
     again = trainer(checkpoint=tmp_path).resume()

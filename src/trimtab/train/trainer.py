@@ -17,6 +17,7 @@ from trimtab._internal.validation import checked_call
 from trimtab.core.settings import Settings
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.autotune import auto_settings
+from trimtab.train.checkpoint import registered
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.resume_conflicts import check_kinds, checked_override
 from trimtab.train.data.micro_batches import check_loader
@@ -24,10 +25,10 @@ from trimtab.train.data.peek import kept_random
 from trimtab.train.distributed import consistency
 from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.engine import checkpoint_policy, duration, loop, setup, validation
+from trimtab.train.engine import best_weights, checkpoint_policy, duration, loop, setup, validation
 from trimtab.train.engine import evaluate as held_out
 from trimtab.train.engine.memory_plan import MemoryPlan
-from trimtab.train.engine.signals import interruptible
+from trimtab.train.engine.signals import closed_at_exit, interruptible
 from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.optim import schedules
@@ -78,6 +79,9 @@ class Trainer:
         checkpoint: folder for checkpoints.
         checkpoint_every: updates between two checkpoints; by default one is written after each epoch. The last update always
             gets one.
+        keep_last: how many of the newest checkpoints to keep.
+        keep_best: how many checkpoints to keep besides, of those with the best validation: by the figure that
+            ``early_stopping`` watches, else the loss. Each is written right after its validation.
         callbacks: called as ``callback(trainer, event)`` with each event.
         metrics: by name. Either ``metric(outputs, targets)`` -> one value per example, shape ``(n,)``, whose mean is reported;
             or an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as in torchmetrics. If the model
@@ -106,6 +110,8 @@ class Trainer:
         early_stopping: EarlyStopping | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
+        keep_last: int = 2,
+        keep_best: int = 0,
         callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, Metric] | None = None,
         ema: float | None = None,
@@ -115,6 +121,8 @@ class Trainer:
     ) -> None:
         duration.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
         schedules.check_given(schedule)
+        if keep_best and checkpoint is None:
+            raise UsageError(f"keep_best is {keep_best}, and there is no folder for checkpoints. Give checkpoint='folder'.")
         check_kinds(settings, early_stopping, metrics, ema, world)
         setup.check_model(model)
         world = world or join(settings)
@@ -135,7 +143,7 @@ class Trainer:
             optimizer=made,
             early_stopping=early_stopping,
             schedule=schedule,
-            checkpoints=None if checkpoint is None else Checkpoints(checkpoint),
+            checkpoints=None if checkpoint is None else Checkpoints(checkpoint, keep_last=keep_last, keep_best=keep_best),
             checkpoint_every=checkpoint_every,
             log_every=log_every,
             callbacks=events.checked(callbacks),
@@ -262,7 +270,7 @@ class Trainer:
             WorkloadError: the model, the loss or the loader failed, or the loss is not finite.
             StorageError: a checkpoint or the log cannot be written.
         """
-        run = self.updates(train, validate, epochs=epochs, steps=steps)
+        run = self._updates(train, validate, epochs, steps)
         while True:
             try:
                 next(run)
@@ -279,7 +287,16 @@ class Trainer:
         epochs: int | None = None,
         steps: int | None = None,
     ) -> Generator[Update, None, Summary]:
-        """:meth:`fit` as a generator: each ``next()`` makes one update, with its events, checkpoint and validation."""
+        """:meth:`fit` as a generator: each ``next()`` makes one update, with its events, checkpoint and validation.
+
+        A loop that is left by ``break`` or an error ends the run with a checkpoint of the last update, if there is a folder for
+        it and the process trains alone.
+        """
+        return closed_at_exit(self._updates(train, validate, epochs, steps))
+
+    def _updates(
+        self, train: Iterable[Batch], validate: Iterable[Batch] | None, epochs: int | None, steps: int | None
+    ) -> Generator[Update, None, Summary]:
         duration.check_lengths(self.context, epochs, steps)
         refuse_autocast(self.context.device)
         check_loader(train, "train")
@@ -340,6 +357,29 @@ class Trainer:
         self.context.note_once(self.context.checkpoints.passed_over())
         self.context.resuming = state
         self.context.shown.forget()
+        return self
+
+    def load_best(self) -> Self:
+        """Give the model the weights of the best validation: of this run, or of those in its checkpoint folder.
+
+        The next :meth:`fit` goes on from the weights of the last update all the same.
+
+        Raises:
+            UsageError: neither ``keep_best`` nor early stopping has kept any, or they are of another model.
+            StorageError: no checkpoint in the folder is intact.
+        """
+        best_weights.load(self.context)
+        return self
+
+    def register(self, **things: Any) -> Self:
+        """Have checkpoints hold the state of objects with ``state_dict()`` and ``load_state_dict()``, by name.
+
+        :meth:`resume` gives them their state; an object that is registered after it gets its state at once.
+
+        Raises:
+            UsageError: an object lacks a method, its state cannot be saved, or the name is taken by another object.
+        """
+        registered.register(self.context, things)
         return self
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:

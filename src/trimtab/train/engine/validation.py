@@ -46,6 +46,8 @@ def checked(context: RunContext, held_out: Iterable[Batch] | None) -> Iterable[B
         if stopping is not None or metrics:
             asking = "EarlyStopping goes" if stopping is not None else f"metrics={{{', '.join(map(repr, metrics))}}} go"
             raise UsageError(f"{asking} by the validation, and there is none. Give fit(train, validate, ...).")
+        if context.checkpoints is not None and context.checkpoints.keep_best:
+            raise UsageError("keep_best goes by the validation, and there is none. Give fit(train, validate, ...).")
         return None
     if stopping is not None and stopping.metric not in (names := ("loss", *metrics)):
         raise UsageError(
