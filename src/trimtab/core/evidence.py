@@ -206,9 +206,9 @@ class MemoryRecord:
     grows_at: str | None = None
     """The line whose objects hold the growth, where it was found."""
     lines: tuple[tuple[str, float], ...] = ()
-    """Lines of the script by MB that they allocated over the steps."""
+    """Lines of the script by the MB of memory that were added while they ran, over all steps; the largest first."""
     curve: tuple[tuple[float, float], ...] = ()
-    """(ms since the begin of a step, MB) over one step."""
+    """(ms since the begin of a step, MB) over one step, a mean over the steps that were sampled."""
     reserved_mb: float | None = None
     """Reserved by torch's allocator on the GPU."""
     allocated_mb: float | None = None
@@ -227,7 +227,7 @@ class DistributedRecord:
     unused_found: bool = False
     """Whether there were parameters without a gradient."""
     skew_ms: float | None = None
-    """How much later than the first the last rank came to a reduction, median."""
+    """How much later than the first the last rank of this machine began a backward pass that reduces gradients, median."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, standing
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -44,6 +45,8 @@ SETTINGS: Mapping[str, str] = {
     "keep_freed": "freed memory kept in the process",
     "batch_fetch": "whole batches read at once",
 }
+LEAST_ADDED_MB = 1.0
+"""Memory that a line must have added to be told."""
 KEPT = {"persistent": "kept over epochs", "pin_memory": "pinned memory"}
 CONTAINED = {
     "overlay": "in a copy of its folder (overlay): nothing that you have is touched",
@@ -157,6 +160,9 @@ def memory(record: ProbeRecord) -> str | None:
     if found.growth_low_mb > 0:
         text += f"; grows by {words.megabytes(found.growth_mb)} per step"
         text += f" at {found.grows_at}" if found.grows_at else ""
+    if found.lines and found.lines[0][1] >= LEAST_ADDED_MB:
+        where, added = found.lines[0]
+        text += f"; most is added while {where} runs, {words.megabytes(added)} over {counted(record.steps, 'step')}"
     if found.reserved_mb is not None and found.allocated_mb is not None:
         idle = found.reserved_mb - found.allocated_mb
         text += f"; the GPU's allocator reserves {words.megabytes(idle)} more than is allocated"
