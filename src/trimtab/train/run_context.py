@@ -58,6 +58,12 @@ class FitState:
     """Whether the state after the first applied update was checked for values that no checkpoint can hold."""
     stop: str | None = None
     """Why the run ends after the current update, if it does."""
+    until: tuple[float, str] | None = None
+    """When the time of the call is over, by ``time.monotonic``, and the sentence that then ends it."""
+    limit_train: int | None = None
+    """Most batches of this process in an epoch."""
+    limit_validate: int | None = None
+    """Most batches of this process in a validation."""
     saved_best: int | None = None
     """The update whose checkpoint was written because its validation is among the best."""
     interrupted: bool = False

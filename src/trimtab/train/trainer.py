@@ -25,8 +25,9 @@ from trimtab.train.data.peek import kept_random
 from trimtab.train.distributed import consistency
 from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.engine import best_weights, checkpoint_policy, duration, loop, setup, validation
+from trimtab.train.engine import best_weights, checkpoint_policy, duration, loop, predict, setup, validation
 from trimtab.train.engine import evaluate as held_out
+from trimtab.train.engine.bounds import Bounds
 from trimtab.train.engine.memory_plan import MemoryPlan
 from trimtab.train.engine.signals import closed_at_exit, interruptible
 from trimtab.train.engine.step import Update
@@ -240,6 +241,10 @@ class Trainer:
         *,
         epochs: int | None = None,
         steps: int | None = None,
+        max_time: str | float | None = None,
+        limit_train: float | None = None,
+        limit_validate: float | None = None,
+        fast_dev_run: bool | int = False,
     ) -> Summary:
         """Train until ``epochs`` or ``steps`` are reached, and validate after each epoch.
 
@@ -264,13 +269,19 @@ class Trainer:
             validate: loader of batches for the validation.
             epochs: epochs in all, counted from the first call; give this or ``steps``.
             steps: updates in all.
+            max_time: time after which the run ends with its update, such as ``"2h"``; a number counts seconds.
+            limit_train: most batches of an epoch, in each process: a number, or a share such as 0.1.
+            limit_validate: most batches of a validation, likewise.
+            fast_dev_run: makes one update, or as many as the number given, and validates on as many batches, to try the script;
+                no checkpoint is written, and ``epochs`` and ``steps`` do not count.
 
         Raises:
             UsageError: an argument makes no sense; nothing was run.
             WorkloadError: the model, the loss or the loader failed, or the loss is not finite.
             StorageError: a checkpoint or the log cannot be written.
         """
-        run = self._updates(train, validate, epochs, steps)
+        bounds = Bounds(max_time=max_time, limit_train=limit_train, limit_validate=limit_validate, fast_dev_run=fast_dev_run)
+        run = self._updates(train, validate, epochs, steps, bounds)
         while True:
             try:
                 next(run)
@@ -286,17 +297,29 @@ class Trainer:
         *,
         epochs: int | None = None,
         steps: int | None = None,
+        max_time: str | float | None = None,
+        limit_train: float | None = None,
+        limit_validate: float | None = None,
+        fast_dev_run: bool | int = False,
     ) -> Generator[Update, None, Summary]:
         """:meth:`fit` as a generator: each ``next()`` makes one update, with its events, checkpoint and validation.
 
         A loop that is left by ``break`` or an error ends the run with a checkpoint of the last update, if there is a folder for
         it and the process trains alone.
         """
-        return closed_at_exit(self._updates(train, validate, epochs, steps))
+        bounds = Bounds(max_time=max_time, limit_train=limit_train, limit_validate=limit_validate, fast_dev_run=fast_dev_run)
+        return closed_at_exit(self._updates(train, validate, epochs, steps, bounds))
 
     def _updates(
-        self, train: Iterable[Batch], validate: Iterable[Batch] | None, epochs: int | None, steps: int | None
+        self,
+        train: Iterable[Batch],
+        validate: Iterable[Batch] | None,
+        epochs: int | None,
+        steps: int | None,
+        bounds: Bounds,
     ) -> Generator[Update, None, Summary]:
+        if bounds.fast_dev_run:
+            epochs, steps = self.context.position.epoch + 1, None
         duration.check_lengths(self.context, epochs, steps)
         refuse_autocast(self.context.device)
         check_loader(train, "train")
@@ -304,7 +327,8 @@ class Trainer:
             check_loader(validate, "validate")
         consistency.refuse_differences(self.context, validated=validate is not None, epochs=epochs, steps=steps)
         self.context.fit = run = FitState(MemoryPlan(self.context))
-        with checkpoint_policy.folder_held(self.context), interruptible(self.context), telling_stops():
+        saved = checkpoint_policy.without(self.context) if bounds.fast_dev_run else checkpoint_policy.folder_held(self.context)
+        with saved, interruptible(self.context), telling_stops():
             last, given, train = self._last, train, self.context.world.share(train, "train")
             run.goes_on = (
                 isinstance(given, Iterator) and last is not None and last[0] is given and self.context.resuming is None
@@ -319,6 +343,7 @@ class Trainer:
                     update=self.context.position.update, same=not duration.begin_other(self.context, last, given)
                 )
                 duration.check_epoch(self.context, train)
+                bounds.begin(self.context, train, validate)
                 run.planned = duration.updates_in_all(self.context, train, epochs, steps)
                 train = auto_settings.decide(self.context, train, run.planned)
                 self._last = (given, train)
@@ -381,6 +406,22 @@ class Trainer:
         """
         registered.register(self.context, things)
         return self
+
+    def predict(self, batches: Iterable[Batch], *, limit: int | None = None, joined: bool = True) -> Any:
+        """The model's outputs for ``batches``, in evaluation mode and without gradients, on the CPU.
+
+        Args:
+            batches: a loader of inputs, or of pairs of inputs and targets, of which the inputs are taken. Several processes
+                each go through all of them.
+            limit: most batches.
+            joined: whether the outputs are joined along their first axis, those of ``n`` examples into tensors of shape
+                ``(n, ...)``; else a list has an item per batch.
+
+        Raises:
+            UsageError: ``batches`` is no loader.
+            WorkloadError: the model or the loader failed, there is no batch, or the outputs cannot be joined.
+        """
+        return predict.outputs(self.context, batches, limit=limit, joined=joined)
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """The loss and metrics of the current model on other data, such as a test set; all processes must call it."""

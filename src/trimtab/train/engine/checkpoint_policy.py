@@ -34,6 +34,16 @@ def folder_held(context: RunContext) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without(context: RunContext) -> Iterator[None]:
+    """A block in which no checkpoint is written."""
+    kept, context.checkpoints = context.checkpoints, None
+    try:
+        yield
+    finally:
+        context.checkpoints = kept
+
+
 def _check_folder(context: RunContext, checkpoints: Checkpoints) -> None:
     """Refuse to start a new run in a folder with checkpoints."""
     if context.resuming is not None or context.position.update:

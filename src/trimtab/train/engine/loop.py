@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trimtab.train.autotune import online_tuning
 from trimtab.train.distributed import consistency
-from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, validation
+from trimtab.train.engine import bounds, checkpoint_policy, duration, epoch, setup, validation
 from trimtab.train.engine.step import Run, Update
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.optim import schedules
@@ -25,6 +25,7 @@ def updates(
     """The loop: epochs of updates, with a validation and a checkpoint after each epoch."""
     position = context.position
     ready = setup.ready(context, train)
+    ready.feed.limit = context.fit.limit_train
     if context.settings.adjust:
         context.watchers.append(online_tuning.adjuster(context, ready))
     step, meter = ready.step, Meter(context, ready.clock, ready.updates)
@@ -64,6 +65,7 @@ def _epoch(context: RunContext, ready: setup.Ready, meter: Meter, steps: int | N
             setup.refuse_unkept(context, feed)
         if context.checkpoint_every is not None and position.update % context.checkpoint_every == 0:
             checkpoint_policy.save(context, ready)
+        bounds.over_time(context)
         with saving:
             yield update
         if context.world.stopping(context.ending):

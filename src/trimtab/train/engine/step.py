@@ -21,6 +21,7 @@ from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
 from trimtab.train.optim import schedules
+from trimtab.train.optim.clipping import clip_values
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.async_scalar import AsyncScalar
 from trimtab.train.runtime.memory_errors import final, out_of_memory, stopped
@@ -228,6 +229,7 @@ class Step:
                 check = norm
                 if check is None:
                     check = loss if settings.optimizer.nonfinite == "ignore" else world.total(grads)
+                clip_values(grads, settings.optimizer.clip_value)
                 update = self._checked(Update(loss, check, norm, applied=True))
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
