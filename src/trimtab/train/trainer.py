@@ -32,6 +32,7 @@ from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.optim import schedules
 from trimtab.train.optim.ema import Ema, EvalWeights
+from trimtab.train.optim.optimizer_dict import named
 from trimtab.train.optim.optimizer_state import OptimizerModes
 from trimtab.train.optim.schedules import Schedule
 from trimtab.train.run_context import FitState, Position, RunContext
@@ -43,6 +44,9 @@ from trimtab.train.telemetry import events, progress
 from trimtab.train.telemetry.events import Callback, Event
 from trimtab.train.telemetry.metrics import Metric, checked_metrics
 from trimtab.train.telemetry.summary import Summary
+
+OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+"""An optimizer, or a function that makes it from the parameters."""
 
 
 class Trainer:
@@ -67,13 +71,18 @@ class Trainer:
         model: trained in place.
         loss: ``loss(outputs, targets)`` for batches of ``(inputs, targets)``; or a function whose first parameter is called
             ``model``, ``loss(model, batch)``, which returns the mean or ``(mean, weight)``; ``None`` if the model computes its
-            loss. A loss is a scalar tensor.
+            loss. A loss is a scalar tensor. A function whose first parameter is called ``run``,
+            ``step(run, batch)``, makes the backward passes and steps itself, through a
+            :class:`~trimtab.train.loss.manual_run.ManualRun`.
         optimizer: over the parameters of the model, and of the loss if it has some; or a function of these that makes it.
+            Several by name: ``{"generator": Adam, "critic": Adam}``; a function gets the parameters of the part of the model
+            with that name.
         settings: precision, accumulation, memory and the like; values that are ``"auto"`` are chosen by measurement when
             :meth:`fit` begins.
         schedule: ``schedule(optimizer, updates)`` -> one of torch's schedulers, such as
-            :func:`~trimtab.train.optim.schedules.one_cycle`; or a scheduler itself. Stepped once per update;
-            ``ReduceLROnPlateau`` after each validation, with the figure that ``early_stopping`` watches.
+            :func:`~trimtab.train.optim.schedules.one_cycle`; or a scheduler itself; or schedules by the name of their
+            optimizer. Stepped once per update; ``ReduceLROnPlateau`` after each validation, with the figure that
+            ``early_stopping`` watches.
         early_stopping: ends the run when the validation no longer improves.
         checkpoint: folder for checkpoints.
         checkpoint_every: updates between two checkpoints; by default one is written after each epoch. The last update always
@@ -82,8 +91,8 @@ class Trainer:
         metrics: by name. Either ``metric(outputs, targets)`` -> one value per example, shape ``(n,)``, whose mean is reported;
             or an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as in torchmetrics. If the model
             computes its loss, a metric gets the model's whole output and the whole batch.
-        ema: decay of an exponential moving average of the parameters, between 0 and 1. The average is validated, and is what
-            the model holds at the end.
+        ema: decay of an exponential moving average of the parameters, between 0 and 1; or decays by the name of a part of the
+            model. The average is validated, and is what the model holds at the end.
         log_every: updates between two :class:`~trimtab.train.telemetry.events.Progressed`.
         progress: whether progress is shown on standard error: as a live line in a terminal, else as lines of text. By default
             only in a terminal.
@@ -100,15 +109,15 @@ class Trainer:
         model: nn.Module,
         *,
         loss: Callable[..., Any] | None = None,
-        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+        optimizer: OptimizerLike | Mapping[str, OptimizerLike],
         settings: Settings = Settings(),
-        schedule: Schedule | LRScheduler | None = None,
+        schedule: Schedule | LRScheduler | Mapping[str, Schedule] | None = None,
         early_stopping: EarlyStopping | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, Metric] | None = None,
-        ema: float | None = None,
+        ema: float | Mapping[str, float] | None = None,
         log_every: int = 50,
         progress: bool | None = None,
         world: World | None = None,
@@ -125,6 +134,9 @@ class Trainer:
         world.place(model, settings)
         objective = LossAdapter(setup.loss_on(loss, device))
         made = setup.optimizer_for(model, optimizer, objective.module, processes=world.processes)
+        objective.optimizers = named(made)
+        setup.check_manual(objective, settings, world)
+        setup.check_closure(made, settings)
         average = None if ema is None else Ema(model, ema)
         self.context = RunContext(
             model=model,
@@ -134,7 +146,7 @@ class Trainer:
             objective=objective,
             optimizer=made,
             early_stopping=early_stopping,
-            schedule=schedule,
+            schedule=schedules.by_name(schedule, made),
             checkpoints=None if checkpoint is None else Checkpoints(checkpoint),
             checkpoint_every=checkpoint_every,
             log_every=log_every,

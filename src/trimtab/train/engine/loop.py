@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from trimtab.train.autotune import online_tuning
 from trimtab.train.distributed import consistency
 from trimtab.train.early_stopping import EarlyStopping
@@ -13,6 +11,7 @@ from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, vali
 from trimtab.train.engine.step import Run, Update
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.optim import schedules
+from trimtab.train.optim.optimizer_dict import plateaus
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import state_dict_versions
 from trimtab.train.telemetry.events import Ended, Validated
@@ -109,8 +108,8 @@ def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setu
                 context.best_parameters = state_dict_versions.copied(context.model)
         else:
             position.stale += 1
-        if isinstance(ready.scheduler, ReduceLROnPlateau):
-            ready.scheduler.step(context.results[stopping.metric])
+        for plateau in plateaus(ready.scheduler):
+            plateau.step(context.results[stopping.metric])
         # Callbacks see the parameters that were validated, which may be the average.
         consistency.tell(context, Validated(update=position.update, epoch=position.epoch, metrics=context.results, best=better))
     _stop_if_stale(context)
