@@ -26,6 +26,7 @@ from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.engine import checkpoint_policy, duration, loop, setup, validation
 from trimtab.train.engine import evaluate as held_out
+from trimtab.train.engine.hooks import Hook, Hooks
 from trimtab.train.engine.memory_plan import MemoryPlan
 from trimtab.train.engine.signals import interruptible
 from trimtab.train.engine.step import Update
@@ -85,9 +86,13 @@ class Trainer:
             ``early_stopping`` watches.
         early_stopping: ends the run when the validation no longer improves.
         checkpoint: folder for checkpoints.
-        checkpoint_every: updates between two checkpoints; by default one is written after each epoch. The last update always
-            gets one.
+        checkpoint_every: updates between two checkpoints; by default one is written after each epoch and each validation. The
+            last update always gets one.
+        validate_every: updates between two validations; by default there is one after each epoch. The last update gets one too,
+            unless the run is stopped.
         callbacks: called as ``callback(trainer, event)`` with each event.
+        hooks: functions that every process calls in each update, by the names in
+            :data:`~trimtab.train.engine.hooks.POINTS`, such as ``{"after_backward": lambda trainer: ...}``.
         metrics: by name. Either ``metric(outputs, targets)`` -> one value per example, shape ``(n,)``, whose mean is reported;
             or an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as in torchmetrics. If the model
             computes its loss, a metric gets the model's whole output and the whole batch.
@@ -115,14 +120,16 @@ class Trainer:
         early_stopping: EarlyStopping | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
+        validate_every: int | None = None,
         callbacks: Sequence[Callback] = (),
+        hooks: Mapping[str, Hook] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         ema: float | Mapping[str, float] | None = None,
         log_every: int = 50,
         progress: bool | None = None,
         world: World | None = None,
     ) -> None:
-        duration.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
+        duration.check_counts(checkpoint_every=checkpoint_every, validate_every=validate_every, log_every=log_every)
         schedules.check_given(schedule)
         check_kinds(settings, early_stopping, metrics, ema, world)
         setup.check_model(model)
@@ -149,12 +156,14 @@ class Trainer:
             schedule=schedules.by_name(schedule, made),
             checkpoints=None if checkpoint is None else Checkpoints(checkpoint),
             checkpoint_every=checkpoint_every,
+            validate_every=validate_every,
             log_every=log_every,
             callbacks=events.checked(callbacks),
             metrics=checked_metrics(metrics),
             ema=average,
             modes=Modes(model),
             shown=EvalWeights(model, average, OptimizerModes(model, made)),
+            hooks=Hooks(hooks, weakref.ref(self)),
             tell=_telling(self),
         )
         """State of the run; passed to modules that drive it in place of the Trainer."""
@@ -317,7 +326,7 @@ class Trainer:
                 run.planned = duration.updates_in_all(self.context, train, epochs, steps)
                 train = auto_settings.decide(self.context, train, run.planned)
                 self._last = (given, train)
-                with running(self.context.settings), run.memory_plan:
+                with running(self.context.settings), run.memory_plan, self.context.log.open():
                     return (yield from loop.updates(self.context, train, validate, epochs, steps))
 
     @checked_call("Trainer.resume")

@@ -90,6 +90,7 @@ class ManualStep(Step):
     def backward(self, loss: torch.Tensor, names: list[str], weight: float | None, *, retain_graph: bool) -> None:
         """Add the gradients of ``loss`` to those of the optimizers ``names``."""
         self.clock.enter("backward")
+        self.hooks.call("before_backward", loss)
         counts: Weight = self._examples if weight is None else weight
         for name in names:
             before = self._batch_weight.setdefault(name, counts)
@@ -155,8 +156,10 @@ class ManualStep(Step):
                 total = self._totals.pop(name, 0.0) + self._batch_weight.pop(name, 0.0)
                 applied = self._averaged(optimizer, parameters, total)
                 if applied:
+                    self.hooks.call("before_step")
                     with UPDATING:
                         self.scaler.step(optimizer)
+                    self.hooks.call("after_step")
         discard(parameters)
         torch.clear_autocast_cache()  # holds casts of the parameters before this step
         self.clock.enter("forward")
@@ -167,6 +170,9 @@ class ManualStep(Step):
         self.scaler.unscale_(optimizer)
         grads = gradients_of(parameters)
         self._unweight(grads, total if self._count > 1 else None)
+        if self.hooks:
+            self.hooks.call("after_backward")
+            grads = gradients_of(parameters)
         check, norm = self.bounded(grads)
         if check is None:
             check = torch.zeros((), device=self._done.check.device)

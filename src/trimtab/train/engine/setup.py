@@ -67,6 +67,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     step = step_for(settings, context.objective)(
         called, context.objective, context.optimizer, settings, context.world, clock, context.log_every
     )
+    step.hooks = context.hooks
     scheduler = context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
     context.options = context.options or given.options_of(context.optimizer)
     if context.resuming is not None:

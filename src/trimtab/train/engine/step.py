@@ -18,6 +18,7 @@ from trimtab.core.workload import user_code
 from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler
+from trimtab.train.engine.hooks import NONE
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
 from trimtab.train.optim import schedules
@@ -143,6 +144,7 @@ class Step:
         self.settings, self.world, self.clock = settings, world, clock
         self.scaler = Scaler(settings.device, enabled=settings.precision.autocast == "float16")
         self.scaler.world = world
+        self.hooks = NONE
         self._closes = needs_closure(optimizer)
         self._known = len(self._parameters)
         world.meet(optimizer)
@@ -184,11 +186,7 @@ class Step:
                 self._made += 1
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
-                    with UPDATING:
-                        if self._closes:
-                            self._step_with_closure(update, compute)
-                        else:
-                            self.scaler.step(self.optimizer)
+                    self._step(update, compute)
                 elif found.statistics is not None:
                     found.statistics.put_back()
                 self._adapt_scale(update)
@@ -234,6 +232,9 @@ class Step:
         self.scaler.unscale_(self.optimizer)
         grads = gradients_of(self._parameters)
         self._unweight(grads, total)
+        if self.hooks:
+            self.hooks.call("after_backward")
+            grads = gradients_of(self._parameters)
         check, norm = self.bounded(grads)
         return self._checked(Update(loss, loss if check is None else check, norm, applied=True))
 
@@ -250,6 +251,16 @@ class Step:
         if norm is None and self.settings.optimizer.nonfinite != "ignore":
             return self.world.total(grads), None
         return norm, norm
+
+    def _step(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
+        """The optimizer's step; ``compute`` makes the gradients anew for one that needs a closure."""
+        self.hooks.call("before_step")
+        with UPDATING:
+            if self._closes:
+                self._step_with_closure(update, compute)
+            else:
+                self.scaler.step(self.optimizer)
+        self.hooks.call("after_step")
 
     def _step_with_closure(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
         """The step of an optimizer that computes loss and gradients several times; it gets those of ``update`` first."""
@@ -297,6 +308,8 @@ class Step:
                     losses.append(loss.detach())
                     weights.append(weight)
                     clock.enter("backward")
+                    if self.hooks:
+                        self.hooks.call("before_backward", loss)
                     with _left_out(parameters) if _known_to_be_nothing(weight) else NOTHING:
                         self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
             if counted < count:

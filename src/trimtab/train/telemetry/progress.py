@@ -88,7 +88,7 @@ def line_of(event: Event) -> str | None:
     """``event`` as a line of text; ``None`` if it has no line."""
     if isinstance(event, Validated):
         figures = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
-        return f"epoch {event.epoch}: validation {figures}{' (best so far)' if event.best else ''}"
+        return f"epoch {event.epoch}, update {event.update:,}: validation {figures}{' (best so far)' if event.best else ''}"
     if isinstance(event, Remarked):
         return f"note: {event.text}"
     return None  # an adjustment has a remark of its own, and the caller has the summary
