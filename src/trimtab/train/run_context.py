@@ -55,6 +55,8 @@ class FitState:
     """The :class:`~trimtab.train.engine.memory_plan.MemoryPlan` of the call."""
     planned: int | None = None
     """Updates in all at the end of the call, if known."""
+    epochs: int | None = None
+    """Epochs in all at the end of the call, if it was given these."""
     goes_on: bool = False
     """Whether it was given the iterator that the last call began to read; until its first epoch begins."""
     kept: bool = False

@@ -307,7 +307,7 @@ class Trainer:
         if validate is not None:
             check_loader(validate, "validate")
         consistency.refuse_differences(self.context, validated=validate is not None, epochs=epochs, steps=steps)
-        self.context.fit = run = FitState(MemoryPlan(self.context))
+        self.context.fit = run = FitState(MemoryPlan(self.context), epochs=epochs)
         with checkpoint_policy.folder_held(self.context), interruptible(self.context), telling_stops():
             last, given, train = self._last, train, self.context.world.share(train, "train")
             run.goes_on = (

@@ -41,7 +41,8 @@ def updates(
             context.modes.follow()
             context.modes.train()
             epoch.begin(context, ready.feed)
-            consistency.tell(context, EpochStarted(update=position.update, epoch=position.epoch))
+            if not position.batch:
+                consistency.tell(context, EpochStarted(update=position.update, epoch=position.epoch))
             if not (yield from _epoch(context, ready, meter, steps, held_out)):
                 continue
             position.epoch, position.batch, position.due = position.epoch + 1, 0, True

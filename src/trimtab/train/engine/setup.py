@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -270,6 +271,27 @@ def check_model(model: Any) -> None:
         raise UsageError(f"model is {model.__name__}, a class, and no model yet. Give what it makes: {model.__name__}(...).")
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is {of_type(model)}; give a torch.nn.Module.")
+    for name, module in model.named_modules():
+        if type(module).train is not nn.Module.train and not _switches(module.train):
+            where = f" (model.{name})" if name else ""
+            raise UsageError(
+                f"{type(module).__name__}.train{where} is a method of its own, train{inspect.signature(module.train)}, and "
+                "torch calls train(mode) to switch a module to training mode and back. Give the method another name, "
+                "such as fit."
+            )
+
+
+def _switches(train: Callable[..., Any]) -> bool:
+    """Whether the method ``train`` of a module takes a mode, as torch's does."""
+    try:
+        first = next(iter(inspect.signature(train).parameters.values()), None)
+    except ValueError:  # builtins have no signature
+        return True
+    if first is None or refuses(train, True):
+        return False
+    return (
+        "mode" in first.name or "train" in first.name or isinstance(first.default, bool) or first.annotation in (bool, "bool")
+    )
 
 
 def check_place(model: nn.Module, device: torch.device) -> None:

@@ -18,13 +18,13 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
-from trimtab._internal.text import counted, of_type
+from trimtab._internal.text import counted, of_type, summary_line
 from trimtab._internal.validation import refuses
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.batch_axis import length, uneven
 from trimtab.tensors.structure import map_items, tensors_of
-from trimtab.train.loss import torch_losses
+from trimtab.train.loss import model_outputs, torch_losses
 from trimtab.train.loss.manual_run import ManualRun
 from trimtab.train.loss.torch_losses import IGNORED
 
@@ -167,6 +167,10 @@ class LossAdapter:
                     loss, weight = self.loss(outputs, targets), None
             except IndexError as error:
                 raise WorkloadError(torch_losses.wrong_label(self.loss, outputs, targets, error)) from error
+            except (TypeError, AttributeError) as error:
+                if (text := model_outputs.unusable(self.loss, outputs)) is None:
+                    raise
+                raise WorkloadError(f"{text} It raised {type(error).__name__}: {summary_line(str(error))}") from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise WorkloadError(_no_scalar(loss))
         if not (loss.requires_grad or self.manual) and torch.is_grad_enabled():
@@ -235,12 +239,13 @@ class LossAdapter:
         if not isinstance(batch, Mapping):
             raise WorkloadError(
                 f"Without loss=..., batches must be mappings that the model takes as keywords, but this is a "
-                f"{type(batch).__name__}. Give loss=..., for example torch.nn.CrossEntropyLoss()."
+                f"{type(batch).__name__}. Give loss=..., for example torch.nn.CrossEntropyLoss(); or, for a model that returns "
+                "(logits, loss), loss=lambda model, batch: model(*batch)[1]."
             )
         found = model(**batch)
         loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
         if loss is None:
-            raise WorkloadError("The model answered without a loss. Give loss=..., or batches with the labels it asks for.")
+            raise WorkloadError(model_outputs.without_loss(found))
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return loss, None, found
@@ -313,6 +318,8 @@ def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
     if len(found) != 2:
         raise WorkloadError(f"The loss returned {counted(len(found), 'value')}. {_EITHER}")
     loss, weight = found
+    if (text := model_outputs.logits_and_loss(loss, weight)) is not None:
+        raise WorkloadError(text)
     if isinstance(weight, torch.Tensor):
         if weight.dim():
             raise WorkloadError(f"The loss returned a tensor of shape {tuple(weight.shape)} beside the mean. {_EITHER}")

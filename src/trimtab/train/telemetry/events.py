@@ -63,7 +63,7 @@ class Validated(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochStarted(Event):
-    """An epoch begins, or goes on after a resumption."""
+    """An epoch begins; a run that goes on in the middle of one has no such event."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

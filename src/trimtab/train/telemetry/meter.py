@@ -133,7 +133,12 @@ class Meter:
         )
 
     def _flops_share(self) -> tuple[float | None, str | None]:
-        """See :func:`flops_share`, by the time in updates without that between them."""
+        """See :func:`flops_share`, by the time in updates without that between them.
+
+        It calls the loss once more, which only ``"auto"`` and ``compile`` ask for.
+        """
+        if not (self.context.decided or self.context.settings.compile is True):
+            return None, None
         busy = sum(seconds for phase, seconds in self._spent.items() if phase != "other")
         if not busy or not self._group:
             return None, None
