@@ -1,6 +1,7 @@
 """Training: a loop that is fast by default, right in the corners, and can be cut off at any time."""
 
 from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.checkpoint.weights import weights
 from trimtab.train.data.collate import Collate
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.memory_mapped import MappedTensors
@@ -20,4 +21,5 @@ __all__ = [
     "find_batch",
     "log",
     "tune_loader",
+    "weights",
 ]

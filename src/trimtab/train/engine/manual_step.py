@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from trimtab.core.settings import Settings
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE
-from trimtab.train.engine.step import STEP, UPDATING, Run, Step, Update, discard, gradients_of
+from trimtab.train.engine.gradients import discard, gradients_of
+from trimtab.train.engine.step import STEP, UPDATING, Run, Step, Update
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, fresh
 from trimtab.train.loss.manual_run import Closure, ManualRun
 from trimtab.train.optim.optimizer_dict import PAGE, named
@@ -148,6 +149,7 @@ class ManualStep(Step):
                 "precision.autocast='bfloat16', or one step per update."
             )
         self._stepped.add(name)
+        self.intact = False
         with self._precise():
             if closure is not None:
                 self._with_closure(optimizer, parameters, closure)

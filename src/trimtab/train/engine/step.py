@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ from trimtab.core.workload import user_code
 from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler
+from trimtab.train.engine.gradients import discard, gradients_of, known_to_be_nothing, left_out
 from trimtab.train.engine.hooks import NONE
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
 from trimtab.train.optim import schedules
+from trimtab.train.optim.clipping import clip_values
 from trimtab.train.optim.optimizer_dict import needs_closure
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.async_scalar import AsyncScalar
@@ -150,6 +152,8 @@ class Step:
         world.meet(optimizer)
         self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
         self._typical: float | None = None
+        self.intact = True
+        """Whether parameters and optimizer are as the last whole update left them."""
         self._unread: Update | None = None
         self._verdict = AsyncScalar()
         self._norm_every, self._made = norm_every, 0
@@ -186,6 +190,7 @@ class Step:
                 self._made += 1
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
+                    self.intact = False
                     self._step(update, compute)
                 elif found.statistics is not None:
                     found.statistics.put_back()
@@ -209,6 +214,7 @@ class Step:
         position.batch, position.update = run.feed.taken, position.update + 1
         position.skipped += not update.applied
         # Notes and events come last, because callbacks look at the state after the update.
+        self.intact = True
         with run.saving:
             for remark in remarks:
                 context.note_once(remark)
@@ -248,9 +254,9 @@ class Step:
         clip = self.settings.optimizer.clip_norm
         if clip is not None and norm is not None:
             self.world.scale(grads, (clip / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
-        if norm is None and self.settings.optimizer.nonfinite != "ignore":
-            return self.world.total(grads), None
-        return norm, norm
+        check = self.world.total(grads) if norm is None and self.settings.optimizer.nonfinite != "ignore" else norm
+        clip_values(grads, self.settings.optimizer.clip_value)
+        return check, norm
 
     def _step(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
         """The optimizer's step; ``compute`` makes the gradients anew for one that needs a closure."""
@@ -310,7 +316,7 @@ class Step:
                     clock.enter("backward")
                     if self.hooks:
                         self.hooks.call("before_backward", loss)
-                    with _left_out(parameters) if _known_to_be_nothing(weight) else NOTHING:
+                    with left_out(parameters) if known_to_be_nothing(weight) else NOTHING:
                         self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
             if counted < count:
                 idle.put_back()
@@ -416,7 +422,7 @@ class Step:
 
     def _of_something(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
         """``loss``, or 0 if it is a mean over nothing and so NaN, as when all labels are ignored."""
-        if _known_to_be_nothing(weight):
+        if known_to_be_nothing(weight):
             return loss.nan_to_num() * 0
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
 
@@ -461,39 +467,3 @@ class Step:
         if hopeless and self.settings.optimizer.nonfinite == "raise":
             self._watch(update)
             self.check()
-
-
-def _known_to_be_nothing(weight: Weight) -> bool:
-    """Whether a loss is a mean over nothing, as far as is known without waiting for a GPU."""
-    return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
-
-
-@contextlib.contextmanager
-def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A block whose backward pass adds nothing to gradients; it runs because other processes may wait for its exchange.
-
-    The gradients of a mean over nothing are NaN, even if the mean is multiplied by 0.
-    """
-    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, in memory that can be changed in place: of a sparse gradient, as of an embedding, its values."""
-    found = []
-    for parameter in parameters:
-        if (grad := parameter.grad) is not None:
-            if grad.is_sparse:
-                grad = parameter.grad = grad.coalesce()  # each row once
-            found.append(grad._values() if grad.is_sparse else grad)
-    return found
-
-
-def discard(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the gradients."""
-    for parameter in parameters:
-        parameter.grad = None
