@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 Phase = Literal[
-    "data",
-    "copy",
     "forward",
     "backward",
     "optimizer",
     "zero_grad",
+    "data",
+    "copy",
     "synchronization",
     "communication",
     "logging",
     "saving",
     "other",
 ]
-"""Exclusive phases of a step. ``data``: waiting for the loader; ``synchronization``: ``.item()``, ``.cpu()``, ``.numpy()``,
-``.tolist()`` and printing of tensors; ``other``: the script's own lines."""
+"""Exclusive phases of a step, in the order in which they are listed. ``data``: waiting for the loader; ``synchronization``:
+``.item()``, ``.cpu()``, ``.numpy()``, ``.tolist()`` and printing of tensors; ``other``: the script's own lines."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

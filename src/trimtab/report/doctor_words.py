@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, standing
-from trimtab.core.evidence import ProbeRecord
+from trimtab.core.evidence import Phase, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 from trimtab.report import formatting as words
 
-PHASES = (
-    "forward",
-    "backward",
-    "optimizer",
-    "zero_grad",
-    "data",
-    "copy",
-    "synchronization",
-    "communication",
-    "logging",
-    "saving",
-    "other",
-)
-"""In the order in which they are listed."""
+PHASES: tuple[str, ...] = typing.get_args(Phase)
 ANCHORS = {
     "optimizer": "one update of the parameters",
     "backward": "one backward pass",

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from trimtab.core.evidence import Phase
 
 PHASES: tuple[str, ...] = (*typing.get_args(Phase), "probe")
-DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD, SYNC, COMMUNICATION, LOGGING, SAVING, OTHER, PROBE = range(len(PHASES))
+FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD, DATA, COPY, SYNC, COMMUNICATION, LOGGING, SAVING, OTHER, PROBE = range(len(PHASES))
 
 spans: deque[tuple[int, int, int, int]] = deque(maxlen=60_000)
 """(phase, start, end in ns, depth) of what ended last; filled while ``keep_spans`` is called with true."""
