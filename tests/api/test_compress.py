@@ -16,7 +16,7 @@ from trimtab.core.trial import State
 from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
 from trimtab.passes.recover import FOLDER
-from trimtab.study.options import Options
+from trimtab.study.options import Options, ways
 
 pytest.importorskip("torch_pruning")
 
@@ -88,12 +88,15 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
 
 
 def test_it_is_refused_where_it_makes_no_sense(tmp_path) -> None:
-    with pytest.raises(UsageError, match="compress is 'more'"):
-        trimtab.optimize("model.py", compress="more")
+    with pytest.raises(UsageError, match="compress is 'prune,more': 'more' cannot stand there"):
+        trimtab.optimize("model.py", compress="prune,more")
+    with pytest.raises(UsageError, match="'auto' can stand there alone"):
+        ways("prune,auto")
+    assert ways("prune, quantize,prune") == ("prune", "quantize")
     with pytest.raises(UsageError, match="needs the sampler ladder"):
-        Options(compress="prune", sampler="tpe")
+        Options(compress=("prune",), sampler="tpe")
 
 
 def test_the_command_repeats_it(tmp_path) -> None:
-    assert "--compress prune" in command_line("model.py", Options(compress="prune"), None, None, tmp_path)
+    assert "--compress prune,distill" in command_line("model.py", Options(compress=("prune", "distill")), None, None, tmp_path)
     assert "--compress" not in command_line("model.py", Options(), None, None, tmp_path)

@@ -111,7 +111,7 @@ def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
     assert "onnxruntime" not in precise, "a backend at a sixth of the best lossless speed does not promise to pay"
 
 
-def compressing(outcome, how: str = "prune", most: int = 400) -> list[Trial]:
+def compressing(outcome, how: tuple[str, ...] = ("prune",), most: int = 400) -> list[Trial]:
     """The trials of a ladder that compresses, those of the stage ``compressed`` only."""
     known, trials = dataclasses.replace(facts(), compress=how), list[Trial]()
     while (ask := Ladder().ask(trials, known)) is not None and len(trials) < most:
@@ -147,7 +147,7 @@ def asked(trials: list[Trial], backend: str) -> list[str]:
 
 def test_nothing_is_compressed_unless_asked_for() -> None:
     assert not any(step.compresses for trial in walk(by_backend) for step in trial.recipe.passes)
-    assert compressing(by_ratio, "off") == []
+    assert compressing(by_ratio, ()) == []
 
 
 def test_a_ratio_is_timed_before_it_is_trained_and_harder_ones_follow_while_the_limit_holds() -> None:

@@ -29,7 +29,7 @@ from trimtab.report import write as write_report
 from trimtab.study import confirmation_starts
 from trimtab.study.confirmation import CONFIRM
 from trimtab.study.final_selection import ahead, explain, finish
-from trimtab.study.options import Options
+from trimtab.study.options import Options, ways
 from trimtab.study.progress import Printed, Progress
 from trimtab.study.result import ARTIFACT, Result
 from trimtab.study.run_folder import RESULT_FILE, disk_errors, exclusive, run_folder, starting_afresh
@@ -126,7 +126,7 @@ def optimize(
         objective=objective,
         limits=limits or Limits(),
         sampler=_sampler(sampler),
-        compress=_compress(compress),
+        compress=ways(compress),
         storage=storage,
         trial_s=positive(trial_seconds, "trial_seconds"),
         timing_s=positive(timing_seconds, "timing_seconds"),
@@ -204,7 +204,7 @@ def command_line(
         "--throughput": None if limits.throughput is None else f"{_exact(limits.throughput)}/s",
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
-        "--compress": None if options.compress == default.compress else options.compress,
+        "--compress": ",".join(options.compress) or None,
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,
         "--trials": trials,
         "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",
@@ -251,12 +251,6 @@ def _reserve_s(study: Study, budget_s: float) -> float:
     """Seconds of :func:`confirm_s`, and of a runoff if the search has left one open."""
     open_question = len(contenders(ahead(study), study.options.objective)) > 1
     return min(confirm_s(study, budget_s) + open_question * 1.5 * cost_s(study), RESERVED * budget_s)
-
-
-def _compress(name: str) -> Any:
-    if name not in ("off", "auto", "prune"):
-        raise UsageError(f"compress is {name!r}; it can be off, auto, prune.")
-    return name
 
 
 def _sampler(name: str) -> Any:

@@ -64,8 +64,7 @@ def optimize_command(
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
     compress: Annotated[
-        Literal["off", "auto", "prune"],
-        typer.Option(metavar="HOW", help="Smaller networks, trained to follow the model: prune, or auto."),
+        str, typer.Option(metavar="HOW", help="Smaller networks that are trained: auto, or some of prune,quantize,distill.")
     ] = "off",
     out: Annotated[
         pathlib.Path | None,

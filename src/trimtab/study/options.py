@@ -11,7 +11,9 @@ from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
 from trimtab.evaluation.evaluate import Objective
 
-Compress = Literal["off", "auto", "prune"]
+WAYS = ("prune", "quantize", "distill")
+"""Ways to compress: fewer channels and units, fewer bits with training, a network of the user's own."""
+OFF, AUTO = "off", "auto"
 SEEDS = 2**32
 """Seeds of samplers are below this number."""
 
@@ -23,8 +25,9 @@ class Options:
     objective: Objective = "latency"
     limits: Limits = Limits()
     sampler: Literal["ladder", "tpe"] = "ladder"
-    compress: Compress = "off"
-    """Whether smaller networks are tried: ``prune`` removes channels, units and heads, ``auto`` whole layers too."""
+    compress: tuple[str, ...] = ()
+    """The :data:`WAYS` in which smaller networks are tried, from :func:`ways`; ``("auto",)`` stands for all, and whole layers
+    are then removed too."""
     storage: str | None = None
     """URL of a database; ``None`` stands for an SQLite file in the run folder."""
     trial_s: float = 600.0
@@ -41,7 +44,7 @@ class Options:
         if self.objective not in get_args(Objective):
             known = ", ".join(get_args(Objective))
             raise UsageError(f"objective is {self.objective!r}; it can be {known}.")
-        if self.compress != "off" and self.sampler != "ladder":
+        if self.compress and self.sampler != "ladder":
             raise UsageError("compress needs the sampler ladder, which times smaller networks before it trains them.")
         if not isinstance(self.limits, Limits):
             raise UsageError(f"limits is {self.limits!r}; give trimtab.Limits, such as Limits(max_drop=0.01).")
@@ -59,3 +62,22 @@ class Options:
             raise UsageError(
                 f"storage is {self.storage!r}; give the URL of a database, such as 'sqlite:////data/studies.db', or none."
             )
+
+
+def ways(text: str) -> tuple[str, ...]:
+    """``"prune,distill"`` as the words in it, each once; empty for ``off``.
+
+    Raises:
+        UsageError: an unknown word, or one that stands for itself beside others.
+    """
+    words = tuple(dict.fromkeys(word.strip() for word in str(text).split(",")))
+    if words == (OFF,):
+        return ()
+    if words != (AUTO,) and (unknown := [word for word in words if word not in WAYS]):
+        known = ", ".join(WAYS)
+        alone = " alone" if unknown[0] in (OFF, AUTO) else ""
+        raise UsageError(
+            f"compress is {text!r}: {unknown[0]!r} can{'' if alone else 'not'} stand there{alone}. It can be {OFF}, {AUTO}, or "
+            f"some of {known} with commas between them."
+        )
+    return words

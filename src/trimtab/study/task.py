@@ -16,7 +16,7 @@ from trimtab.core.trial import Trial
 from trimtab.execution.jobs import inference, training
 from trimtab.execution.trial_runner import PREPARE
 from trimtab.study import ranking
-from trimtab.study.options import Compress, Options
+from trimtab.study.options import Options
 from trimtab.study.samplers.greedy import GreedySampler, trained_as_written
 from trimtab.study.samplers.ladder import Ladder, Sampler, as_written
 from trimtab.study.samplers.tpe import Tpe
@@ -73,12 +73,12 @@ class InferenceTask(Task):
 
     mode, ships, jobs, limits_threads = "infer", True, inference.__name__, True
 
-    def __init__(self, compress: Compress = "off") -> None:
+    def __init__(self, compress: Sequence[str] = ()) -> None:
         self.compress = compress
 
     def job(self, folder: pathlib.Path) -> dict[str, Any]:
         """Whether the processes read data to train on."""
-        return super().job(folder) | {"compress": self.compress}
+        return super().job(folder) | {"compress": list(self.compress)}
 
     @property
     def baseline(self) -> Recipe:

@@ -11,12 +11,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab._internal.validation import checked_call
 from trimtab.core.settings import Settings
 from trimtab.errors import StorageError, UsageError
-from trimtab.train.autotune import auto_settings, online_tuning
+from trimtab.train.autotune import auto_settings
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.resume_conflicts import check_kinds, checked_override
 from trimtab.train.data.micro_batches import check_loader
@@ -24,25 +24,23 @@ from trimtab.train.data.peek import kept_random
 from trimtab.train.distributed import consistency
 from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, validation
+from trimtab.train.engine import checkpoint_policy, duration, loop, setup, validation
 from trimtab.train.engine import evaluate as held_out
 from trimtab.train.engine.memory_plan import MemoryPlan
 from trimtab.train.engine.signals import interruptible
-from trimtab.train.engine.step import Run, Update
+from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.optim import schedules
 from trimtab.train.optim.ema import Ema, EvalWeights
 from trimtab.train.optim.optimizer_state import OptimizerModes
 from trimtab.train.optim.schedules import Schedule
 from trimtab.train.run_context import FitState, Position, RunContext
-from trimtab.train.runtime import state_dict_versions
 from trimtab.train.runtime.memory_errors import telling_stops
 from trimtab.train.runtime.torch_settings import allocate, refuse_autocast, running
 from trimtab.train.runtime.train_modes import Modes
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry import events, progress
-from trimtab.train.telemetry.events import Callback, Ended, Event, Validated
-from trimtab.train.telemetry.meter import Meter
+from trimtab.train.telemetry.events import Callback, Event
 from trimtab.train.telemetry.metrics import Metric, checked_metrics
 from trimtab.train.telemetry.summary import Summary
 
@@ -308,7 +306,7 @@ class Trainer:
                 train = auto_settings.decide(self.context, train, run.planned)
                 self._last = (given, train)
                 with running(self.context.settings), run.memory_plan:
-                    return (yield from self._run(train, validate, epochs, steps))
+                    return (yield from loop.updates(self.context, train, validate, epochs, steps))
 
     @checked_call("Trainer.resume")
     def resume(self, *, missing_ok: bool = False, override: Mapping[str, Any] | None = None) -> Self:
@@ -347,125 +345,6 @@ class Trainer:
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """The loss and metrics of the current model on other data, such as a test set; all processes must call it."""
         return held_out.figures(self.context, batches)
-
-    def _run(
-        self, train: Iterable[Batch], held_out: Iterable[Batch] | None, epochs: int | None, steps: int | None
-    ) -> Generator[Update, None, Summary]:
-        """The loop: epochs of updates, with a validation and a checkpoint after each epoch."""
-        position = self.context.position
-        ready = setup.ready(self.context, train)
-        if self.context.settings.adjust:
-            self.context.watchers.append(online_tuning.adjuster(self.context, ready))
-        step, meter = ready.step, Meter(self.context, ready.clock, ready.updates)
-        to_come = None if ready.updates is None else ready.updates - position.update
-        schedules.check(ready.scheduler, to_come, None if held_out is None else self.context.early_stopping or EarlyStopping())
-        self.context.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
-        self.context.note_once(checkpoint_policy.remark(self.context, ready, steps))
-        first, began = position.epoch, position.update
-        self._stop_if_stale()  # a resumed run may have ended by it
-        while not self.context.world.any(self.context.ending) and not duration.over(self.context, epochs, steps):
-            if not position.due:
-                self.context.modes.follow()
-                self.context.modes.train()
-                epoch.begin(self.context, ready.feed)
-                if not (yield from self._epoch(ready, meter, steps)):
-                    continue
-                position.epoch, position.batch, position.due = position.epoch + 1, 0, True
-            self._close_epoch(ready, meter, held_out)
-        step.check()
-        meter.report()
-        if held_out is not None and position.epoch == first and position.update > began and not self.context.ending:
-            self.context.note("No epoch came to its end, so nothing was validated; give more steps, or epochs.")
-        return self._finish(ready, meter, epochs, steps)
-
-    def _epoch(self, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
-        """The updates that are left of the epoch, and checkpoints in between; returns whether the epoch is complete."""
-        feed, position, saving = ready.feed, self.context.position, checkpoint_policy.Saving(self.context, ready)
-        run = Run(self.context, feed, meter.count, saving)
-        for batches in epoch.rounds(self.context, feed, saving):
-            update = ready.step(batches, run)
-            if not self.context.world.used:
-                break
-            if update.applied and not self.context.fit.kept:
-                self.context.fit.kept = True
-                setup.refuse_unkept(self.context, feed)
-            if self.context.checkpoint_every is not None and position.update % self.context.checkpoint_every == 0:
-                checkpoint_policy.save(self.context, ready)
-            yield update
-            if self.context.world.stopping(self.context.ending):
-                return False
-            if position.update == steps:
-                left = feed.length()
-                return not self.context.world.any(left is None or left > 0)
-        whole = not self.context.world.any(feed.cut)
-        self.context.note_once(feed.missing() if whole and self.context.world.used else None)
-        return whole
-
-    def _close_epoch(self, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
-        """End an epoch: report, validate, save a checkpoint. If this fails, a checkpoint keeps the epoch."""
-        try:
-            with epoch.close(self.context, ready.feed):
-                meter.report()
-                self._validate(held_out, ready)
-        except Exception as error:
-            if self.context.world.heard(error):
-                checkpoint_policy.save(self.context, ready)
-            raise
-        if self.context.checkpoint_every is None and not self.context.position.due:
-            checkpoint_policy.save(self.context, ready)
-
-    def _validate(self, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
-        """Validate, keep the best parameters, and stop the run if the validation no longer improves."""
-        stopping, position = self.context.early_stopping or EarlyStopping(), self.context.position
-        if held_out is None:
-            position.due = False
-            return
-        setup.settle(self.context)
-        with self.context.shown.during():
-            found = validation.validate(self.context, held_out, ready.step, ready.move, lambda: self.context.fit.interrupted)
-            if found is None:
-                self.context.note("The validation was cut off; the run that goes on begins with it.")
-                return
-            self.context.results, position.due = found, False
-            better = stopping.better(self.context.results[stopping.metric], position.best)
-            if better:
-                position.best, position.stale = self.context.results[stopping.metric], 0
-                if self.context.early_stopping is not None and stopping.restore_best:
-                    self.context.best_parameters = state_dict_versions.copied(self.context.model)
-            else:
-                position.stale += 1
-            if isinstance(ready.scheduler, ReduceLROnPlateau):
-                ready.scheduler.step(self.context.results[stopping.metric])
-            # Callbacks see the parameters that were validated, which may be the average.
-            consistency.tell(
-                self.context, Validated(update=position.update, epoch=position.epoch, metrics=self.context.results, best=better)
-            )
-        self._stop_if_stale()
-
-    def _stop_if_stale(self) -> None:
-        stopping, stale = self.context.early_stopping, self.context.position.stale
-        if stopping is not None and stale >= stopping.patience:
-            self.context.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
-
-    def _finish(self, ready: setup.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
-        """Write the last checkpoint, then give the model its final parameters, then make the summary."""
-        newest = None if self.context.checkpoints is None else self.context.checkpoints.newest()
-        made = self.context.position.update or self.context.decided  # else there is nothing to go on with
-        old = newest is None or newest.name != f"update-{self.context.position.update:08d}" or self.context.position.due
-        if made and self.context.world.any(old):
-            checkpoint_policy.save(self.context, ready)
-        setup.settle(self.context)
-        self.context.step_state, self.context.loader_place = ready.step.state_dict(), epoch.place_of(self.context, ready.feed)
-        self.context.shown.show(self.context.best_parameters)
-        self.context.model.eval()
-        count, what = (steps, "update") if steps is not None else (epochs, "epoch")
-        done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
-        over = duration.over(self.context, epochs, steps)
-        summary = meter.summary(self.context.fit.stop or (done if over else "Another process was asked to stop."))
-        consistency.tell(
-            self.context, Ended(update=self.context.position.update, epoch=self.context.position.epoch, summary=summary)
-        )
-        return summary
 
 
 def _telling(trainer: Trainer) -> Callable[[Event], None]:

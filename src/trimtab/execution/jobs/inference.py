@@ -135,7 +135,7 @@ def prepared(job: Job) -> Subject:
 
 
 def _compresses(job: Job) -> bool:
-    return bool(job.get("compress", "off") != "off")
+    return bool(job.get("compress"))
 
 
 def limit_threads(job: Job) -> None:

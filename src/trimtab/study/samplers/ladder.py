@@ -57,8 +57,12 @@ class SearchState:
     """The objective of a finished trial, higher is better; ``None`` if unmeasured."""
     convolves: bool = False
     """Whether most weights belong to convolutions, which gain from 8 bits only with calibration."""
-    compress: str = "off"
-    """Whether smaller networks are tried, as in :class:`~trimtab.study.options.Options`."""
+    compress: tuple[str, ...] = ()
+    """How smaller networks are made, as in :class:`~trimtab.study.options.Options`."""
+
+    def tries(self, way: str) -> bool:
+        """Whether smaller networks are made in the ``way``, such as ``prune``."""
+        return way in self.compress or "auto" in self.compress
 
 
 class Sampler(abc.ABC):
@@ -168,9 +172,9 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
 
     An untrained network is as fast as a trained one, and its trial takes seconds.
     """
-    if facts.compress == "off":
+    if not facts.compress:
         return
-    steps = [step for step in search_space.compressing() if facts.compress == "auto" or step.name not in AUTO_ONLY]
+    steps = [step for step in search_space.compressing() if "auto" in facts.compress or step.name not in AUTO_ONLY]
     trained: set[tuple[Pass, Pass]] = set()
     for base in _fastest(done):
         best = base

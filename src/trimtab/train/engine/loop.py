@@ -1,0 +1,141 @@
+"""The loop of a run: epochs of updates, with validations and checkpoints between them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trimtab.train.autotune import online_tuning
+from trimtab.train.distributed import consistency
+from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, validation
+from trimtab.train.engine.step import Run, Update
+from trimtab.train.loss.adapter import Batch
+from trimtab.train.optim import schedules
+from trimtab.train.run_context import RunContext
+from trimtab.train.runtime import state_dict_versions
+from trimtab.train.telemetry.events import Ended, Validated
+from trimtab.train.telemetry.meter import Meter
+from trimtab.train.telemetry.summary import Summary
+
+
+def updates(
+    context: RunContext, train: Iterable[Batch], held_out: Iterable[Batch] | None, epochs: int | None, steps: int | None
+) -> Generator[Update, None, Summary]:
+    """The loop: epochs of updates, with a validation and a checkpoint after each epoch."""
+    position = context.position
+    ready = setup.ready(context, train)
+    if context.settings.adjust:
+        context.watchers.append(online_tuning.adjuster(context, ready))
+    step, meter = ready.step, Meter(context, ready.clock, ready.updates)
+    to_come = None if ready.updates is None else ready.updates - position.update
+    schedules.check(ready.scheduler, to_come, None if held_out is None else context.early_stopping or EarlyStopping())
+    context.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
+    context.note_once(checkpoint_policy.remark(context, ready, steps))
+    first, began = position.epoch, position.update
+    _stop_if_stale(context)  # a resumed run may have ended by it
+    while not context.world.any(context.ending) and not duration.over(context, epochs, steps):
+        if not position.due:
+            context.modes.follow()
+            context.modes.train()
+            epoch.begin(context, ready.feed)
+            if not (yield from _epoch(context, ready, meter, steps)):
+                continue
+            position.epoch, position.batch, position.due = position.epoch + 1, 0, True
+        _close_epoch(context, ready, meter, held_out)
+    step.check()
+    meter.report()
+    if held_out is not None and position.epoch == first and position.update > began and not context.ending:
+        context.note("No epoch came to its end, so nothing was validated; give more steps, or epochs.")
+    return _finish(context, ready, meter, epochs, steps)
+
+
+def _epoch(context: RunContext, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
+    """The updates that are left of the epoch, and checkpoints in between; returns whether the epoch is complete."""
+    feed, position, saving = ready.feed, context.position, checkpoint_policy.Saving(context, ready)
+    run = Run(context, feed, meter.count, saving)
+    for batches in epoch.rounds(context, feed, saving):
+        update = ready.step(batches, run)
+        if not context.world.used:
+            break
+        if update.applied and not context.fit.kept:
+            context.fit.kept = True
+            setup.refuse_unkept(context, feed)
+        if context.checkpoint_every is not None and position.update % context.checkpoint_every == 0:
+            checkpoint_policy.save(context, ready)
+        yield update
+        if context.world.stopping(context.ending):
+            return False
+        if position.update == steps:
+            left = feed.length()
+            return not context.world.any(left is None or left > 0)
+    whole = not context.world.any(feed.cut)
+    context.note_once(feed.missing() if whole and context.world.used else None)
+    return whole
+
+
+def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
+    """End an epoch: report, validate, save a checkpoint. If this fails, a checkpoint keeps the epoch."""
+    try:
+        with epoch.close(context, ready.feed):
+            meter.report()
+            _validate(context, held_out, ready)
+    except Exception as error:
+        if context.world.heard(error):
+            checkpoint_policy.save(context, ready)
+        raise
+    if context.checkpoint_every is None and not context.position.due:
+        checkpoint_policy.save(context, ready)
+
+
+def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
+    """Validate, keep the best parameters, and stop the run if the validation no longer improves."""
+    stopping, position = context.early_stopping or EarlyStopping(), context.position
+    if held_out is None:
+        position.due = False
+        return
+    setup.settle(context)
+    with context.shown.during():
+        found = validation.validate(context, held_out, ready.step, ready.move, lambda: context.fit.interrupted)
+        if found is None:
+            context.note("The validation was cut off; the run that goes on begins with it.")
+            return
+        context.results, position.due = found, False
+        better = stopping.better(context.results[stopping.metric], position.best)
+        if better:
+            position.best, position.stale = context.results[stopping.metric], 0
+            if context.early_stopping is not None and stopping.restore_best:
+                context.best_parameters = state_dict_versions.copied(context.model)
+        else:
+            position.stale += 1
+        if isinstance(ready.scheduler, ReduceLROnPlateau):
+            ready.scheduler.step(context.results[stopping.metric])
+        # Callbacks see the parameters that were validated, which may be the average.
+        consistency.tell(context, Validated(update=position.update, epoch=position.epoch, metrics=context.results, best=better))
+    _stop_if_stale(context)
+
+
+def _stop_if_stale(context: RunContext) -> None:
+    stopping, stale = context.early_stopping, context.position.stale
+    if stopping is not None and stale >= stopping.patience:
+        context.stop(f"The validation's {stopping.metric} did not improve {stale} times in a row.")
+
+
+def _finish(context: RunContext, ready: setup.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
+    """Write the last checkpoint, then give the model its final parameters, then make the summary."""
+    newest = None if context.checkpoints is None else context.checkpoints.newest()
+    made = context.position.update or context.decided  # else there is nothing to go on with
+    old = newest is None or newest.name != f"update-{context.position.update:08d}" or context.position.due
+    if made and context.world.any(old):
+        checkpoint_policy.save(context, ready)
+    setup.settle(context)
+    context.step_state, context.loader_place = ready.step.state_dict(), epoch.place_of(context, ready.feed)
+    context.shown.show(context.best_parameters)
+    context.model.eval()
+    count, what = (steps, "update") if steps is not None else (epochs, "epoch")
+    done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
+    over = duration.over(context, epochs, steps)
+    summary = meter.summary(context.fit.stop or (done if over else "Another process was asked to stop."))
+    consistency.tell(context, Ended(update=context.position.update, epoch=context.position.epoch, summary=summary))
+    return summary
