@@ -172,7 +172,9 @@ class OnnxRuntime(Backend):
                 f"onnxruntime: float_layers={self.float_layers} is about int8, and 0 or more; precision is {self.precision}."
             )
         if self.ranges != "minmax" and self.precision != "int8_static":
-            raise UsageError(f"onnxruntime: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax.")
+            raise UsageError(
+                f"onnxruntime: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax."
+            )
 
     def describe(self) -> str:
         """Names precision, operators and waiting."""

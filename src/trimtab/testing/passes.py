@@ -126,7 +126,9 @@ class PassSuite:
             if technique.quantizes:
                 assert is_quantized(one), name
                 args, kwargs = candidate.own_inputs()
-                assert_close(before(*args, **kwargs), float_twin(one)(*args, **kwargs), exact=True, where=f"{technique}, {name}")
+                assert_close(
+                    before(*args, **kwargs), float_twin(one)(*args, **kwargs), exact=True, where=f"{technique}, {name}"
+                )
 
     def test_changes_what_it_says(self, technique: Pass) -> None:
         """Only the settings in ``sets`` change; the signature stays."""

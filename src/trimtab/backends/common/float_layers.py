@@ -59,7 +59,7 @@ def openvino_nodes(model: Any, layers: Iterable[str], candidate: Candidate) -> l
 
 
 def _place(layer: str, candidate: Candidate) -> str:
-    """The name of ``layer`` in the module that is exported, which wraps the model once, and once more if it writes to inputs."""
+    """The name of ``layer`` in the exported module, which wraps the model once, and once more if it writes to its inputs."""
     return f"model.model.{layer}" if candidate.signature.writes else f"model.{layer}"
 
 

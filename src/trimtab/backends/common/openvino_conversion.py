@@ -49,9 +49,7 @@ def write_model(model: Any, folder: pathlib.Path) -> None:
     runtime().save_model(model, folder / MODEL, compress_to_fp16=False)
 
 
-def quantize(
-    model: Any, rows: Sequence[Row], *, recurrent: bool, ranges: Ranges = "minmax", but: Sequence[str] = ()
-) -> Any:
+def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool, ranges: Ranges = "minmax", but: Sequence[str] = ()) -> Any:
     """Quantize weights and activations to int8 except in the operations ``but``, with ranges from calibration rows.
 
     NNCF corrects the biases, and smooths the activations of transformers (SmoothQuant, https://arxiv.org/abs/2211.10438).

@@ -66,7 +66,6 @@ def _squared_error(values: torch.Tensor, low: float, high: float) -> float:
 class Quantized(nn.Module):
     """What the quantized layers share: fixed ranges of activations, and a weight scale that follows the weight in training."""
 
-    weight: nn.Parameter
     weight_scale: torch.Tensor
     weight_zero: torch.Tensor
     ranges: tuple[tuple[float, int], tuple[float, int]]
@@ -89,7 +88,9 @@ class Quantized(nn.Module):
 
     def _scale(self) -> torch.Tensor:
         """The scale of each output channel."""
-        return self.weight.detach().flatten(1).abs().amax(1).clamp_min(1e-8) / self.largest
+        weight: Any = self.weight
+        scale: torch.Tensor = weight.detach().flatten(1).abs().amax(1).clamp_min(1e-8) / self.largest
+        return scale
 
     def _activation(self, x: torch.Tensor, index: int) -> torch.Tensor:
         if not self.rounds:
@@ -97,10 +98,9 @@ class Quantized(nn.Module):
         return torch.fake_quantize_per_tensor_affine(x, *self.ranges[index], 0, LEVELS)
 
     def _rounded(self) -> torch.Tensor:
-        if not self.rounds:
-            return self.weight
+        weight: Any = self.weight
         scale = self._scale() if self.training else self.weight_scale
-        return torch.fake_quantize_per_channel_affine(self.weight, scale, self.weight_zero, 0, -128, 127)
+        return torch.fake_quantize_per_channel_affine(weight, scale, self.weight_zero, 0, -128, 127) if self.rounds else weight
 
 
 class _QuantizedConv:
