@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +16,7 @@ from trimtab.errors import CompileError, UsageError
 from trimtab.passes.common.quantized import quantizable, quantize, ranges_seen
 from trimtab.passes.common.sensitivity import most_sensitive
 from trimtab.passes.common.structure import difference
-from trimtab.passes.fold_bn import FoldBn
+from trimtab.passes.fold_bn import folded
 from trimtab.tensors.structure import cloned
 
 MOST_CALLS = 64
@@ -79,8 +78,7 @@ class FakeQuant(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with quantized layers."""
-        with contextlib.suppress(CompileError):  # norms that cannot be folded stay as they are
-            candidate = FoldBn().apply(candidate) if FoldBn().why_not(candidate) is None else candidate
+        candidate = folded(candidate)
         model = candidate.own_model()
         scales = _ranges(candidate, model, self.ranges)
         kept = most_sensitive(candidate, self.float_layers)

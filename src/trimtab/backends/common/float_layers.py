@@ -12,7 +12,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.technique import require
 from trimtab.errors import CompileError
 from trimtab.passes.common.sensitivity import most_sensitive
-from trimtab.passes.fold_bn import FoldBn
+from trimtab.passes.fold_bn import folded
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 """Key of the metadata with which torch's exporter names the modules around a node."""
@@ -27,8 +27,7 @@ def split_off(candidate: Candidate, count: int) -> tuple[Candidate, tuple[str, .
     """
     if not count:
         return candidate, ()
-    with contextlib.suppress(CompileError):  # norms that cannot be folded stay
-        candidate = FoldBn().apply(candidate) if FoldBn().why_not(candidate) is None else candidate
+    candidate = folded(candidate)
     return candidate, most_sensitive(candidate, count, recurrent=True)
 
 

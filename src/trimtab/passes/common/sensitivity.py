@@ -18,6 +18,7 @@ from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.errors import CompileError
 from trimtab.hardware import environment
 from trimtab.passes.common.quantized import LEVELS, Range, quantizable, quantize, ranges_seen
+from trimtab.passes.fold_bn import folded
 from trimtab.tensors.comparison import is_discrete
 from trimtab.tensors.structure import cloned, flatten
 from trimtab.tensors.weights import raw
@@ -26,6 +27,8 @@ FOLDER = "sensitivity"
 """Folder in the candidate's scratch folder with one table for each model and calibration data."""
 MOST_CALLS = 16
 """Calibration calls on which outputs are compared."""
+BLAMED = 3
+"""Most layers that a sentence names."""
 
 Outputs = list[list[torch.Tensor]]
 
@@ -66,6 +69,16 @@ def most_sensitive(candidate: Candidate, count: int, *, recurrent: bool = False)
     if count >= len(names):
         raise CompileError(f"No layer is left to quantize: float_layers is {count}, and the model has {len(names)}.")
     return tuple(names[:count])
+
+
+def blamed(candidate: Candidate) -> str | None:
+    """A sentence that names the layers whose rounding to 8 bits changes the outputs most; ``None`` if none can be measured."""
+    try:
+        table = sensitivities(folded(candidate))
+    except CompileError:
+        return None
+    named = ", ".join(f"{name} ({value:.2g} of the outputs' variance)" for name, value in list(table.items())[:BLAMED])
+    return f"Rounded alone, these layers change the outputs most: {named}." if named else None
 
 
 def _measured(candidate: Candidate) -> dict[str, float]:
