@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 import os
 import pathlib
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +24,17 @@ from trimtab.errors import NonFiniteError, TrimtabError, UsageError, WorkloadErr
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.schedules import cosine, linear, one_cycle
 from trimtab.train.runtime.step_clock import PHASES
-from trimtab.train.telemetry.events import Ended, Event, JsonLines, Progressed, Saved, TensorBoard, Validated
+from trimtab.train.telemetry.events import (
+    Ended,
+    EpochEnded,
+    EpochStarted,
+    Event,
+    JsonLines,
+    Progressed,
+    Saved,
+    TensorBoard,
+    Validated,
+)
 
 Batch = list[torch.Tensor]
 
@@ -53,6 +65,27 @@ def dataset(count: int = 96) -> TensorDataset:
 def loader(count: int = 96, **options: Any) -> DataLoader[Any]:
     """Shuffled batches of 16."""
     return DataLoader(dataset(count), **{"batch_size": 16, "shuffle": True, **options})
+
+
+class Returning(nn.Module):
+    """Returns something else than its logits."""
+
+    def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(8, 3), what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what(self.layer(x))
+
+
+class OwnTrain(nn.Linear):
+    """Has a method ``train`` that is no switch."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+
+    def train(self, epochs=10):  # type: ignore[no-untyped-def, override]
+        raise AssertionError(epochs)
 
 
 def trainer(network: nn.Module | None = None, **options: Any) -> Trainer:
@@ -102,9 +135,10 @@ def test_events_tell_what_happened(tmp_path: pathlib.Path) -> None:
     )
     summary = made.fit(loader(), loader(shuffle=False), epochs=2)
     kinds = [type(event) for event in events]
-    assert kinds == [Progressed, Progressed, Validated, Saved] * 2 + [Ended]
-    assert [event.update for event in events] == [4, 6, 6, 6, 10, 12, 12, 12, 12]
-    first = events[0]
+    closing = [EpochEnded, Validated, Saved]
+    assert kinds == [EpochStarted, Progressed, *closing, EpochStarted, Progressed, Progressed, *closing, Ended]
+    assert [event.update for event in events] == [0, 4, 6, 6, 6, 6, 8, 12, 12, 12, 12, 12]
+    first = events[1]
     assert isinstance(first, Progressed)
     assert first.updates == 12
     assert first.loss > 0
@@ -338,8 +372,15 @@ def test_a_signal_ends_the_run_after_its_update_and_it_can_go_on(number: signal.
 
     handler = signal.getsignal(number)
     made = trainer(callbacks=[interrupt], log_every=1, checkpoint=tmp_path)
+    outer = trainer()  # as of a generator, whose updates alternate with those of a critic
+    run = outer.updates(loader(), epochs=3)
+    next(run)
     summary = made.fit(loader(), epochs=3)
     assert summary.updates == 5
+    assert outer.ending, "a signal reaches every run of the process"
+    with pytest.raises(StopIteration) as ended:
+        next(run)
+    assert number.name in ended.value.value.ended
     assert number.name in summary.ended
     assert signal.getsignal(number) is handler
     again = trainer(checkpoint=tmp_path).resume()
@@ -438,9 +479,7 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("optimizer function that fails", WorkloadError, lambda: trainer(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)),
      r"called with a list of the parameters, raised: ValueError: Invalid learning rate: -1\.0 \(.*test_trainer\.py, line"),
     ("several optimizers", UsageError, lambda: trainer(optimizer=[torch.optim.SGD(nn.Linear(1, 1).parameters())]),
-     r"optimizer is a list; give one of .* Several are one whose step\(\) makes theirs, and whose param_groups are theirs"),
-    ("LBFGS", UsageError, lambda: trainer(optimizer=torch.optim.LBFGS),
-     r"LBFGS calls the model several times per update, which this loop does not do"),
+     r"optimizer is a list; give one of .* Several have names: .* The page docs/training-loops\.md shows several optimizers"),
     ("unknown device", UsageError, lambda: trainer(settings=Settings(device="abacus")),
      r"Settings device is 'abacus', which cannot be used here: "),
     ("no length", UsageError, lambda: trainer().fit(loader()), r"takes epochs=\.\.\. or steps=\.\.\.; neither were given\."),
@@ -457,6 +496,21 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("answer with a loss", WorkloadError,
      lambda: trainer(loss=lambda model, batch: {"loss": model(batch[0]).sum()}).fit(loader(), epochs=1),
      r"The loss is a dict, but a tensor with one number is needed\. Return the loss that is in it alone: answer\['loss'\], or"),
+    ("outputs in a tuple", WorkloadError, lambda: trainer(Returning(lambda x: (x, x))).fit(loader(), epochs=1),
+     r"The model returned a tuple of 2: Tensor of shape \(16, 3\), .*, and CrossEntropyLoss was given all of it\. Give it the "
+     r"part that it compares: loss=lambda outputs, targets: loss\(outputs\[0\], targets\)\. It raised TypeError"),
+    ("outputs in a dict", WorkloadError, lambda: trainer(Returning(lambda x: {"logits": x})).fit(loader(), epochs=1),
+     r"The model returned a dict with 'logits', .* loss\(outputs\['logits'\], targets\)"),
+    ("logits and loss", WorkloadError, lambda: trainer(Returning(lambda x: (x, x.mean()))).fit(loader(), epochs=1),
+     r"number 1 of it looks like a loss that it computed\. Use that: loss=lambda model, batch: model\(\*batch\)\[1\]\."),
+    ("logits and loss from the loss", WorkloadError,
+     lambda: trainer(Returning(lambda x: (x, x.mean())), loss=lambda model, batch: model(batch[0])).fit(loader(), epochs=1),
+     r"The loss returned a tensor of shape \(16, 3\) and a scalar, as models do that return \(logits, loss\)\. Return the"),
+    ("logits and loss without a loss", WorkloadError,
+     lambda: trainer(Returning(lambda x: (x, x.mean())), loss=None).fit([{"x": torch.zeros(4, 8)}], epochs=1),
+     r"an answer with a 'loss' in it is needed\. Take the one that it computed: loss=lambda model, batch: model\(\*\*batch"),
+    ("a train() of its own", UsageError, lambda: trainer(nn.Sequential(OwnTrain())),
+     r"OwnTrain\.train \(model\.0\) is a method of its own, train\(epochs=10\), .* Give the method another name, such as"),
     ("loss of a batch alone", UsageError, lambda: trainer(loss=lambda batch: batch),
      r"does not take two arguments: too many positional arguments\. A loss is called as loss\(outputs, targets\), but"),
     ("no own loss", WorkloadError, lambda: trainer(loss=None).fit(loader(), epochs=1),
@@ -532,3 +586,42 @@ def test_what_is_no_callback_is_said_before_the_run(callbacks: Any, said: str) -
     assert str(caught.value).endswith(
         "A callback is called as callback(trainer, event): callbacks=[lambda trainer, event: print(event)]."
     )
+
+
+def test_shorter_runs_and_predictions(tmp_path: pathlib.Path) -> None:
+    data, made = list(loader(shuffle=False)), trainer(schedule=one_cycle(0.1), checkpoint=tmp_path)
+    summary = made.fit(data, data, epochs=2, limit_train=2, limit_validate=0.5)
+    assert summary.updates == 4
+    assert made.scheduler is not None
+    assert made.scheduler.total_steps == 5
+    figures = made.validate(data[:3])
+    assert summary.metrics["loss"] == figures["loss"]
+    outputs = made.predict(data)
+    with torch.no_grad():
+        assert torch.equal(outputs, torch.cat([made.model(x) for x, _ in data]))
+    assert [each.shape for each in made.predict([x for x, _ in data], limit=2, joined=False)] == [(16, 3), (16, 3)]
+    tried = trainer(checkpoint=tmp_path / "none")
+    tried.fit(data, data, steps=100, fast_dev_run=True)
+    assert tried.position.update == 1
+    assert not (tmp_path / "none").exists()
+    ended = trainer().fit(data, epochs=1000, max_time=1e-9)
+    assert (ended.updates, ended.ended) == (1, "Its time is over: max_time is 1e-09 s.")
+    for options, said in (
+        ({"limit_train": 1.5}, "limit_train is 1.5; it is a number of batches, such as 100, or a share"),
+        ({"fast_dev_run": "yes"}, "fast_dev_run is 'yes'; it can be True, or a number of updates"),
+        ({"max_time": "2"}, "max_time is '2': the unit is missing"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            trainer().fit(data, epochs=1, **options)
+
+
+def test_gradients_are_clipped_by_value() -> None:
+    batch, network = next(iter(loader())), nn.Linear(8, 3)
+    by_hand, sgd = copy.deepcopy(network), functools.partial(torch.optim.SGD, lr=0.1)
+    trainer(network, optimizer=sgd, settings=Settings(optimizer=OptimizerSettings(clip_value=0.01))).fit([batch], steps=1)
+    optimizer = sgd(by_hand.parameters())
+    nn.functional.cross_entropy(by_hand(batch[0]), batch[1]).backward()
+    torch.nn.utils.clip_grad_value_(by_hand.parameters(), 0.01)
+    optimizer.step()
+    assert torch.equal(network.weight, by_hand.weight)
+    assert torch.equal(network.bias, by_hand.bias)

@@ -13,13 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.core.settings import Settings
 from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.checkpoint.figure import Figure
 from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.engine.hooks import Hooks
 from trimtab.train.loss.adapter import LossAdapter
 from trimtab.train.optim.ema import Ema, EvalWeights
 from trimtab.train.optim.schedules import Schedule
 from trimtab.train.runtime.train_modes import Modes
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Callback, Event, Remarked
+from trimtab.train.telemetry.log import Log
 from trimtab.train.telemetry.metrics import Metric
 
 
@@ -41,6 +44,8 @@ class Position:
     """Updates that were not applied, because loss or gradient was not finite."""
     due: bool = False
     """Whether the last epoch is complete and its validation is not."""
+    validated: int | None = None
+    """The number of updates before the last complete validation."""
 
 
 @dataclasses.dataclass
@@ -51,12 +56,22 @@ class FitState:
     """The :class:`~trimtab.train.engine.memory_plan.MemoryPlan` of the call."""
     planned: int | None = None
     """Updates in all at the end of the call, if known."""
+    epochs: int | None = None
+    """Epochs in all at the end of the call, if it was given these."""
     goes_on: bool = False
     """Whether it was given the iterator that the last call began to read; until its first epoch begins."""
     kept: bool = False
     """Whether the state after the first applied update was checked for values that no checkpoint can hold."""
     stop: str | None = None
     """Why the run ends after the current update, if it does."""
+    until: tuple[float, str] | None = None
+    """When the time of the call is over, by ``time.monotonic``, and the sentence that then ends it."""
+    limit_train: int | None = None
+    """Most batches of this process in an epoch."""
+    limit_validate: int | None = None
+    """Most batches of this process in a validation."""
+    saved_best: int | None = None
+    """The update whose checkpoint was written because its validation is among the best."""
     interrupted: bool = False
     """Whether a signal ends the run; it ends a validation too."""
     calling: bool = False
@@ -80,17 +95,22 @@ class RunContext:
     schedule: Schedule | LRScheduler | None
     checkpoints: Checkpoints | None
     checkpoint_every: int | None
+    validate_every: int | None
     log_every: int
     callbacks: list[Callback]
     metrics: Mapping[str, Metric]
     ema: Ema | None
     modes: Modes
     shown: EvalWeights
+    hooks: Hooks
+    """Functions of the user that every process calls at fixed points of an update."""
     tell: Callable[[Event], None]
     """Calls the callbacks of the user with an event."""
     watchers: list[Callable[[RunContext, Event], None]] = dataclasses.field(default_factory=list)
     """trimtab's own callbacks during a run; every process calls its own."""
     position: Position = dataclasses.field(default_factory=Position)
+    log: Log = dataclasses.field(default_factory=Log)
+    """Figures that :func:`trimtab.train.log` was given since the last event."""
     notes: list[str] = dataclasses.field(default_factory=list)
     decided: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The values chosen for settings that were ``"auto"``, by name."""
@@ -98,6 +118,10 @@ class RunContext:
     """The loss and metrics of the last validation, by name."""
     best_parameters: dict[str, Any] | None = None
     """State dict of the model at the best validation, if early stopping restores it."""
+    figure: tuple[int, Figure] | None = None
+    """The last validation: its update, and what it found."""
+    registered: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Objects of the user whose state checkpoints hold, by name."""
     epoch_random: dict[str, Any] = dataclasses.field(default_factory=dict)
     resuming: dict[str, Any] | None = None
     """The checkpoint that the next call of ``fit`` resumes."""
@@ -115,6 +139,15 @@ class RunContext:
     """Position of a loader with ``state_dict()`` at the end of the last call."""
     fit: FitState = dataclasses.field(init=False)
     """State of the current call of ``fit``, or of the last one."""
+
+    @property
+    def watched(self) -> EarlyStopping:
+        """The figure of the validation that counts, and what is better: early stopping's, else the loss."""
+        return self.early_stopping or EarlyStopping()
+
+    def figure_of(self, value: float) -> Figure:
+        """``value`` as a figure of :attr:`watched`."""
+        return Figure(metric=self.watched.metric, value=value, mode=self.watched.mode or "min")
 
     def stop(self, reason: str) -> None:
         """End the run after the current update; ``reason`` is a sentence for the summary."""
