@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.technique import Choice, Pass
@@ -71,17 +72,18 @@ class LowRank(Pass):
         for name, rank in ranks.items():
             layer: Any = model.get_submodule(name)
             first, second = _factors(layer.weight.detach(), roots.get(name), rank)
-            pair = nn.Sequential(
-                nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features, layer.bias is not None)
-            )
+            # skip_init draws no random numbers
+            narrow: Any = skip_init(nn.Linear, layer.in_features, rank, bias=False)  # type: ignore[no-untyped-call]
+            wide: Any = skip_init(nn.Linear, rank, layer.out_features, bias=layer.bias is not None)  # type: ignore[no-untyped-call]
+            same: Any = masked.get_submodule(name)
             with torch.no_grad():
-                pair[0].weight.copy_(first)
-                pair[1].weight.copy_(second)
-                masked.get_submodule(name).weight.copy_(second @ first)  # type: ignore[operator, union-attr]
+                narrow.weight.copy_(first)
+                wide.weight.copy_(second)
+                same.weight.copy_(second @ first)
                 if layer.bias is not None:
-                    pair[1].bias.copy_(layer.bias)  # type: ignore[union-attr]
+                    wide.bias.copy_(layer.bias)
             parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, pair.to(layer.weight.dtype))
+            setattr(model.get_submodule(parent), last, nn.Sequential(narrow, wide).to(layer.weight.dtype))
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = 0  # its fused form reads the weight of the layer that is gone

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -90,7 +90,7 @@ class Sparsify(Pass):
             with torch.no_grad():
                 weight.masked_fill_(self._lost(weight.detach(), everywhere), 0.0)
             setattr(layer, ZEROS_STAY, True)
-        shares = {name: float((layer.weight == 0).float().mean()) for name, layer in layers.items()}  # type: ignore[arg-type]
+        shares = {name: float((layer.weight == 0).float().mean()) for name, layer in layers.items()}
         if not any(shares.values()):
             raise CompileError(f"sparsify finds nothing to set to zero: no weight is below {self.bound:g}.")
         if (reason := difference(candidate, model)) is not None:
@@ -98,11 +98,11 @@ class Sparsify(Pass):
         sizes = f"deflated, these weights take {_deflated(layers):.3g} instead of {before:.3g} MB"
         return dataclasses.replace(candidate, model=model, notes=(*candidate.notes, _report(shares, layers), f"Size: {sizes}."))
 
-    def _bound_of_all(self, layers: dict[str, nn.Module]) -> float:
+    def _bound_of_all(self, layers: dict[str, Any]) -> float:
         """The absolute value below which weights are lost, where one bound holds for all layers."""
         if self.scope != "global":
             return self.bound
-        sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])  # type: ignore[operator]
+        sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])
         return float(sizes.kthvalue(max(1, int(self.zeros * sizes.numel()))).values)
 
     def _lost(self, weight: torch.Tensor, everywhere: float) -> torch.Tensor:
@@ -126,23 +126,24 @@ class Sparsify(Pass):
         return lost
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Layers with plain weights by name; of those that share one weight, the first."""
     seen: set[int] = set()
-    for name, module in model.named_modules():
+    for name, found in model.named_modules():
+        module: Any = found
         plain = isinstance(module, LAYERS) and not hasattr(module, "parametrizations") and type(module.weight) is nn.Parameter
-        if plain and id(module.weight) not in seen and module.weight.is_floating_point():  # type: ignore[operator]
+        if plain and id(module.weight) not in seen and module.weight.is_floating_point():
             seen.add(id(module.weight))
             yield name, module
 
 
-def _deflated(layers: dict[str, nn.Module]) -> float:
+def _deflated(layers: dict[str, Any]) -> float:
     """The weights in MB as a compressed download holds them."""
-    return sum(len(zlib.compress(raw(layer.weight).numpy().tobytes())) for layer in layers.values()) / 1e6  # type: ignore[arg-type]
+    return sum(len(zlib.compress(raw(layer.weight).numpy().tobytes())) for layer in layers.values()) / 1e6
 
 
-def _report(shares: dict[str, float], layers: dict[str, nn.Module]) -> str:
-    sizes = {name: layer.weight.numel() for name, layer in layers.items()}  # type: ignore[operator, union-attr]
+def _report(shares: dict[str, float], layers: dict[str, Any]) -> str:
+    sizes = {name: layer.weight.numel() for name, layer in layers.items()}
     total = sum(shares[name] * sizes[name] for name in shares) / sum(sizes.values())
     named = ", ".join(f"{name} {share:.0%}" for name, share in list(shares.items())[:MOST_NAMED])
     more = f" and {counted(len(shares) - MOST_NAMED, 'more layer')}" if len(shares) > MOST_NAMED else ""

@@ -30,7 +30,7 @@ def keep_zeros(model: nn.Module) -> None:
         if getattr(module, ZEROS_STAY, False):
             weight = module.weight
             assert isinstance(weight, nn.Parameter)
-            weight.register_hook((weight.detach() != 0).to(weight.dtype).mul)
+            weight.register_hook((weight.detach() != 0).to(weight.dtype).mul)  # type: ignore[no-untyped-call]
 
 
 def kept(width: int, keep: float, step: int = STEP) -> int:
