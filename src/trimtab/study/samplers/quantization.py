@@ -26,8 +26,12 @@ def speed(trial: Trial | None) -> float:
 
 
 def misses(trial: Trial) -> bool:
-    """Whether the trial lost too much accuracy, or may have."""
-    return trial.state is State.MISMATCH or (trial.drop is not None and not trial.drop.decided)
+    """Whether less rounding could help the trial: it lost too much accuracy, or lost some and may have lost too much. A limit
+    that the data cannot decide even without a loss is another matter."""
+    if trial.recipe.exact:
+        return False
+    lost = trial.drop
+    return trial.state is State.MISMATCH or (lost is not None and not lost.decided and (lost.decided is False or lost.value > 0))
 
 
 def given_back(
