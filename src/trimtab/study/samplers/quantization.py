@@ -31,7 +31,9 @@ def misses(trial: Trial) -> bool:
     if trial.recipe.exact:
         return False
     lost = trial.drop
-    return trial.state is State.MISMATCH or (lost is not None and not lost.decided and (lost.decided is False or lost.value > 0))
+    if trial.state is State.MISMATCH or lost is None:
+        return trial.state is State.MISMATCH
+    return lost.decided is False or (lost.decided is None and lost.limit is not None and lost.value > 0)
 
 
 def given_back(
