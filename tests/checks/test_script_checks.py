@@ -268,7 +268,7 @@ NEAR: dict[str, dict[str, ProbeRecord]] = {
         "once": with_lines(*(dataclasses.replace(each, runs=1.0) for each in PAIRS)),
     },
     "accumulation_sync": {"fsdp": ranks(kind="fsdp", reductions=4.0)},
-    "uneven_ranks": {"unknown": ranks(skew_ms=None)},
+    "uneven_ranks": {"unknown": ranks(skew_ms=None), "busy": changed(ranks(skew_ms=20.0), others_share=0.5)},
     "ddp_flags": {"needed": ranks(find_unused=True, unused_found=True)},
     "recompiles": {"breaks": compiled(graph_breaks=2)},
     "graph_breaks": {"compiled again": compiled(recompiles=2)},
