@@ -72,17 +72,20 @@ def test_a_tune_that_was_cut_off_goes_on_from_what_it_measured(tmp_path: pathlib
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_killed_tune_leaves_no_process_and_is_finished_by_the_same_command(tmp_path: pathlib.Path) -> None:
     (tmp_path / "train.py").write_text((SCRIPTS / "train.py").read_text(encoding="utf-8"), encoding="utf-8")
-    words = [sys.executable, "-m", "trimtab", "tune", "--budget", "60s", "--json", "train.py"]
+    words = [sys.executable, "-m", "trimtab", "tune", "--budget", "150s", "--json", "train.py"]
     with (tmp_path / "said.txt").open("w") as said:
         first = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=said, env=os.environ)
         limit = time.monotonic() + 300
         database = tmp_path / "runs" / "train-tune" / "study.db"
         while time.monotonic() < limit and not (database.exists() and b"measured" in database.read_bytes()):
+            assert first.poll() is None
             time.sleep(0.2)
         first.send_signal(signal.SIGKILL)
         first.wait()
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "measured before, in runs/train-tune" in done.stderr
     assert json.loads(done.stdout)["outcomes"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"train.py", "said.txt", "runs", "trimtab.toml", "__pycache__"}
