@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +13,7 @@ from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
+from trimtab.train.telemetry.distribution import memory, of_updates
 from trimtab.train.telemetry.events import Progressed
 from trimtab.train.telemetry.mfu import flops_share
 from trimtab.train.telemetry.stragglers import Pace, slow_process
@@ -28,6 +30,13 @@ class Meter:
         self._unread: list[Update] = []
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
+        self._marked: tuple[float, int] | None = None
+        """When the last update ended, and in which epoch."""
+        self._times = array.array("d")
+        """Seconds of the updates since the last report."""
+        self._all_times = array.array("d")
+        self._like: dict[str, float | None] = {}
+        """What the losses of the last report are like."""
         self._loss: float | None = None
         self._norm = float("nan")
         self._group: Sequence[Batch] = ()
@@ -40,6 +49,10 @@ class Meter:
 
     def count(self, update: Update, group: Sequence[Batch]) -> None:
         """Count an update that was made from the batches of ``group``."""
+        now, epoch = time.perf_counter(), self.context.position.epoch
+        if self._marked is not None and self._marked[1] == epoch:  # else there is a validation in between
+            self._times.append(now - self._marked[0])
+        self._marked = now, epoch
         self._unread.append(update)
         self._group = group or self._group
         self._examples += sum(map(examples, group))
@@ -61,6 +74,7 @@ class Meter:
         if applied.any():
             losses = losses[applied]
         self._loss = float(losses.mean())
+        self._like = of_updates(self._times, losses.tolist())
         total = sum(spent.values())
         for phase, seconds in spent.items():
             self._spent[phase] += seconds
@@ -77,7 +91,11 @@ class Meter:
             step_ms=1e3 * total / len(self._unread),
             skipped=len(self._unread) - int(applied.sum()),
             shares=_shares(spent, total),
+            **self._like,
+            **memory(self.context.device),
         )
+        self._all_times.extend(self._times)
+        self._times = array.array("d")
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
         tell(self.context, event)
@@ -109,6 +127,11 @@ class Meter:
             flops_share=share,
             shares=_shares(self._spent, sum(self._spent.values())),
             skipped=context.position.skipped,
+            **{
+                **self._like,
+                **{name: value for name, value in of_updates(self._all_times, ()).items() if name.endswith("_ms")},
+            },
+            **memory(context.device),
             settings=context.settings,
             notes=(*context.notes, *context.world.notes()),
         )
