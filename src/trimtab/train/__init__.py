@@ -9,6 +9,8 @@ from trimtab.train.data.memory_mapped import MappedTensors
 from trimtab.train.data.worker_tuning import tune_loader
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.distillation import Distillation
+from trimtab.train.loss.manual_run import ManualRun
+from trimtab.train.telemetry.log import log
 from trimtab.train.telemetry.model_summary import model_summary
 
 __all__ = [
@@ -16,9 +18,11 @@ __all__ = [
     "Distillation",
     "EarlyStopping",
     "Loader",
+    "ManualRun",
     "MappedTensors",
     "find_batch",
     "find_lr",
+    "log",
     "model_summary",
     "tune_loader",
     "weights",

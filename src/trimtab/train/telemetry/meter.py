@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,6 +16,7 @@ from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
 from trimtab.train.telemetry.distribution import memory, of_updates
 from trimtab.train.telemetry.events import Progressed
+from trimtab.train.telemetry.log import means
 from trimtab.train.telemetry.mfu import flops_share
 from trimtab.train.telemetry.stragglers import Pace, slow_process
 from trimtab.train.telemetry.summary import Summary
@@ -30,13 +32,15 @@ class Meter:
         self._unread: list[Update] = []
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
-        self._marked: tuple[float, int] | None = None
-        """When the last update ended, and in which epoch."""
+        self._marked: float | None = None
+        """When the last update ended, later by what was not of updates since."""
         self._times = array.array("d")
         """Seconds of the updates since the last report."""
         self._all_times = array.array("d")
         self._like: dict[str, float | None] = {}
         """What the losses of the last report are like."""
+        self._apart = 0.0
+        """Seconds since the last report that are not of updates."""
         self._loss: float | None = None
         self._norm = float("nan")
         self._group: Sequence[Batch] = ()
@@ -49,10 +53,10 @@ class Meter:
 
     def count(self, update: Update, group: Sequence[Batch]) -> None:
         """Count an update that was made from the batches of ``group``."""
-        now, epoch = time.perf_counter(), self.context.position.epoch
-        if self._marked is not None and self._marked[1] == epoch:  # else there is a validation in between
-            self._times.append(now - self._marked[0])
-        self._marked = now, epoch
+        now = time.perf_counter()
+        if self._marked is not None:
+            self._times.append(now - self._marked)
+        self._marked = now
         self._unread.append(update)
         self._group = group or self._group
         self._examples += sum(map(examples, group))
@@ -64,7 +68,7 @@ class Meter:
         if not self._unread:
             return
         self.clock.enter("other")
-        spent, now, position = self.clock.take(), time.perf_counter(), self.context.position
+        spent, now, position = dict(self.clock.take()), time.perf_counter(), self.context.position
         losses = torch.stack([each.loss.float() for each in self._unread])
         taken = [each for each in self._unread if each.norm is not None]
         latest = next((each.norm for each in reversed(taken) if each.applied), taken[-1].norm if taken else None)
@@ -75,11 +79,13 @@ class Meter:
             losses = losses[applied]
         self._loss = float(losses.mean())
         self._like = of_updates(self._times, losses.tolist())
+        spent["other"], self._apart = max(spent["other"] - self._apart, 0.0), 0.0
+        both = self.context.world.gathered((Pace(self._examples, spent), self.context.log.take()))
+        paces = [pace for pace, _ in both]
+        made = sum(pace.examples for pace in paces)
         total = sum(spent.values())
         for phase, seconds in spent.items():
             self._spent[phase] += seconds
-        paces = self.context.world.gathered(Pace(self._examples, spent))
-        made = sum(pace.examples for pace in paces)
         event = Progressed(
             update=position.update,
             epoch=position.epoch,
@@ -93,6 +99,7 @@ class Meter:
             shares=_shares(spent, total),
             **self._like,
             **memory(self.context.device),
+            logged=means([sums for _, sums in both]),
         )
         self._all_times.extend(self._times)
         self._times = array.array("d")
@@ -106,6 +113,19 @@ class Meter:
             with self.context.world.together():  # all processes have the same paces, and so the same note
                 self.context.note(text)
         self._slow = rank
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block, such as a validation, whose time is not that of updates."""
+        self.clock.enter("other")
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._since += seconds
+            self._apart += seconds
+            self._marked = None if self._marked is None else self._marked + seconds
 
     def summary(self, ended: str) -> Summary:
         """The summary of the run, which ended for the reason ``ended``."""
@@ -137,7 +157,12 @@ class Meter:
         )
 
     def _flops_share(self) -> tuple[float | None, str | None]:
-        """See :func:`flops_share`, by the time in updates without that between them."""
+        """See :func:`flops_share`, by the time in updates without that between them.
+
+        It calls the loss once more, which only ``"auto"`` and ``compile`` ask for.
+        """
+        if not (self.context.decided or self.context.settings.compile is True):
+            return None, None
         busy = sum(seconds for phase, seconds in self._spent.items() if phase != "other")
         if not busy or not self._group:
             return None, None
@@ -147,7 +172,7 @@ class Meter:
 def _restored(context: RunContext) -> str | None:
     """The watched metric, if the model gets the parameters of its best validation and not those of the last update."""
     stopping, position = context.early_stopping, context.position
-    changed = position.stale or position.batch or position.due  # a validation that was no better, or updates after it
+    changed = position.stale or position.validated != position.update  # a validation that was no better, or updates after it
     return stopping.metric if stopping is not None and context.best_parameters is not None and changed else None
 
 
