@@ -82,5 +82,5 @@ def test_progress_in_a_notebook_changes_in_place(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "IPython", shell)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     trainer(log_every=1).fit(loader(), loader(), epochs=2)
-    assert "epoch 2: validation loss" in pages[-1]
+    assert "epoch 2, update 16: validation loss" in pages[-1]
     assert "update 16 of 16" in pages[-1]
