@@ -28,7 +28,7 @@ from trimtab.core.technique import Choice, Pass
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.data.batches import Batch, joined, rows_of
 from trimtab.errors import CompileError, TrimtabError, UsageError
-from trimtab.passes.common.structure import difference
+from trimtab.passes.common.structure import difference, keep_zeros
 from trimtab.tensors.weights import raw
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.adapter import LossAdapter
@@ -160,6 +160,7 @@ class Recover(Pass):
         loss = self._loss(copy.deepcopy(teacher), training)
         train, held_out = (_Batches(part, size, labelled) for part in (training.batches, training.held_out))
         _unfreeze(model)
+        keep_zeros(model)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(SEED)
             try:
