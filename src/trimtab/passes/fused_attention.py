@@ -145,7 +145,7 @@ def _is_softmax(node: Node, module: nn.Module) -> bool:
         return isinstance(part, nn.Softmax) and part.dim == -1
     if not _calls(node, SOFTMAX) or node.kwargs.get("dtype") is not None or len(node.args) > 2:
         return False
-    return node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None) == -1
+    return bool(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None) == -1)
 
 
 def _does_nothing(node: Node, module: nn.Module) -> bool:
