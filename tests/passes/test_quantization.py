@@ -106,7 +106,8 @@ def test_runtimes_run_it_in_int8_and_it_is_not_quantized_again(given, tmp_path) 
         )
         parity = replay(made.load(), made.golden(), made.manifest)
         assert parity.ok, parity.reason
-        assert parity.tolerance[0] < float((wanted - given.model(*given.args)).detach().abs().max()), "verify would not see the rounding"
+        rounding = float((wanted - given.model(*given.args)).detach().abs().max())
+        assert parity.tolerance[0] < rounding, "verify would not see the rounding"
         executable.close()
     backend = BACKENDS["onnxruntime"](precision="int8_static")
     said = Recipe(passes=(FakeQuant(),), backend=backend).why_not(given)
