@@ -1,8 +1,13 @@
 """Passes that make smaller networks, and the one that trains them."""
 
 import dataclasses
+import pathlib
+import signal
+import subprocess
+import sys
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -202,6 +207,30 @@ def off(found: Candidate) -> float:
         return float((found.model(images) - found.teacher(images)).abs().mean())
 
 
+KILLED = """
+import os, pathlib, signal, sys, cloudpickle, torch
+from trimtab.passes.common.trained_weights import Curve
+from trimtab.passes.recover import Recover
+given, threads = cloudpickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
+torch.set_num_threads(threads)
+kept = Curve.__call__
+def killing(self, trainer, event):
+    kept(self, trainer, event)
+    if event.update >= 25:
+        os.kill(os.getpid(), signal.SIGKILL)
+Curve.__call__ = killing
+Recover(updates=40).apply(given)
+"""
+
+
+def killed_in_training(given: Candidate, folder: pathlib.Path) -> None:
+    """Train ``given`` in a process that is killed after 25 of 40 updates."""
+    path = folder / "given.pickle"
+    path.write_bytes(cloudpickle.dumps((given, torch.get_num_threads())))
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_network_recovers_to_the_bit_and_is_trained_once(learnt, tmp_path, monkeypatch, labelled: bool) -> None:
     training = learnt.training if labelled else dataclasses.replace(learnt.training, loss=None)
@@ -215,7 +244,14 @@ def test_a_network_recovers_to_the_bit_and_is_trained_once(learnt, tmp_path, mon
         f"Trained on 576 examples of the training data, {'with' if labelled else 'without'} labels: 40 updates"
         in recovered.notes[0]
     )
-    again = Recover(updates=40).apply(dataclasses.replace(given, scratch=tmp_path / "elsewhere"))
+    elsewhere = dataclasses.replace(given, scratch=tmp_path / "elsewhere")
+    if labelled:
+        killed_in_training(elsewhere, tmp_path)
+    again = Recover(updates=40).apply(elsewhere)
+    updates = [at for at, _ in again.trained[0]["losses"]]
+    assert updates == sorted(updates)
+    assert (updates[0], updates[-1]) == (2, 40), "the curve goes on too"
+    assert [path.suffix for path in (tmp_path / "elsewhere" / FOLDER).iterdir()] == [".safetensors"]
     monkeypatch.setattr(Recover, "_train", lambda *_: pytest.fail("it was trained before"))
     loaded = Recover(updates=40).apply(dataclasses.replace(given, training=dataclasses.replace(training, cached_only=True)))
     for other in (again, loaded):
@@ -225,14 +261,14 @@ def test_a_network_recovers_to_the_bit_and_is_trained_once(learnt, tmp_path, mon
     assert [path.suffix for path in (tmp_path / FOLDER).iterdir()] == [".safetensors"]
 
 
-def test_only_a_trial_trains_and_a_damaged_file_is_no_training(learnt, tmp_path) -> None:
+def test_only_the_job_of_a_study_trains_and_a_damaged_file_is_no_training(learnt, tmp_path) -> None:
     given = dataclasses.replace(learnt, scratch=tmp_path, training=dataclasses.replace(learnt.training, cached_only=True))
-    with pytest.raises(CompileError, match="Only a trial trains"):
+    with pytest.raises(CompileError, match="Only the job of a study trains"):
         Recover(updates=5).apply(given)
     path = tmp_path / FOLDER / f"{Recover(updates=5)._key(given, given.training)}.safetensors"
     path.parent.mkdir()
     path.write_bytes(b"cut off")
-    with pytest.raises(CompileError, match="Only a trial trains"):
+    with pytest.raises(CompileError, match="Only the job of a study trains"):
         Recover(updates=5).apply(given)
 
 

@@ -85,6 +85,7 @@ def optimize(
     objective: Objective = "latency",
     sampler: str = "ladder",
     compress: str = "off",
+    train_budget: str | float | None = None,
     out: str | pathlib.Path | None = None,
     storage: str | None = None,
     fresh: bool = False,
@@ -109,7 +110,9 @@ def optimize(
         trials: largest number of new trials, besides that of the model as written.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
-        compress: ``prune`` also tries smaller networks, trained on the workload's ``training`` data; ``auto`` fewer layers too.
+        compress: ``prune``, ``quantize`` and ``distill``, some with commas, or ``auto``: also try smaller networks, trained to
+            follow the model.
+        train_budget: time for all their trainings, as ``"20m"`` or in seconds; a training that does not fit in is not begun.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
@@ -127,6 +130,7 @@ def optimize(
         limits=limits or Limits(),
         sampler=_sampler(sampler),
         compress=ways(compress),
+        train_s=None if train_budget is None else seconds(train_budget, "train_budget"),
         storage=storage,
         trial_s=positive(trial_seconds, "trial_seconds"),
         timing_s=positive(timing_seconds, "timing_seconds"),
@@ -205,6 +209,7 @@ def command_line(
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
         "--compress": ",".join(options.compress) or None,
+        "--train-budget": None if options.train_s is None else f"{options.train_s:g}s",
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,
         "--trials": trials,
         "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",

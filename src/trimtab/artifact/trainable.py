@@ -64,7 +64,7 @@ def trainable(folder: pathlib.Path, signature: Signature) -> TrainableModule:
     """
     if not (folder / PROGRAM).exists():
         raise ArtifactError(
-            f"{folder} holds the model as TorchScript, whose weights cannot be trained, because it could not be exported. Train "
+            f"{folder} holds the model as TorchScript, whose weights cannot be trained, because it was not exportable. Train "
             "the model's own class instead."
         )
     return TrainableModule(bare_module(load_program(folder / PROGRAM)), signature)

@@ -53,6 +53,8 @@ class Candidate:
     """The model as written, in evaluation mode. A pass that trains follows its outputs, and must not change it."""
     notes: tuple[str, ...] = ()
     """Sentences of passes for the trial, such as what was trained on."""
+    trained: tuple[Mapping[str, Any], ...] = ()
+    """Facts of each training that a pass made or loaded: updates, seconds, losses."""
 
     @classmethod
     def of(

@@ -126,7 +126,7 @@ def prepared(job: Job) -> Subject:
             reproducibility.check_data(job, subject)
         else:
             materialize(subject, folder)
-    if job.get("kind") != "trial":  # what is confirmed, served and shipped is what a trial trained
+    if job.get("kind") != "train":  # what is tried, confirmed and shipped is what one job trained
         training = cached_only(subject.candidate.training)
         subject = dataclasses.replace(subject, candidate=dataclasses.replace(subject.candidate, training=training))
     if (limit := job.get("thread_limit")) is None:

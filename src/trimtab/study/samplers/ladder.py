@@ -215,7 +215,7 @@ def _ratios(
             if trial.state is State.COMPLETE and (trial.drop is None or trial.drop.decided):
                 best = trial
                 break
-            if trial.state in (State.FAILED, State.SKIPPED):
+            if trial.state in (State.FAILED, State.SKIPPED) or trial.ended_by is not None:
                 return best
         else:
             return best
