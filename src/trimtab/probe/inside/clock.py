@@ -34,7 +34,7 @@ def _clock() -> tuple[
     Callable[[], int],
     Callable[[int], None],
     Callable[[int], None],
-    Callable[[], tuple[int, ...]],
+    Callable[[], tuple[int, tuple[int, ...]]],
     Callable[[], int],
     Callable[[], int],
     Callable[[bool], None],
@@ -75,12 +75,12 @@ def _clock() -> tuple[
         while len(stack) > max(depth, 1):
             leave()
 
-    def reading() -> tuple[int, ...]:
+    def reading() -> tuple[int, tuple[int, ...]]:
         nonlocal last
         now = perf_counter_ns()
         totals[stack[-1]] += now - last
         last = now
-        return tuple(totals)
+        return now, tuple(totals)
 
     def depth() -> int:
         return len(stack)
@@ -97,7 +97,8 @@ def _clock() -> tuple[
 
 enter, leave, switch, back, reading, depth, current, keep_spans = _clock()
 """``enter(phase)`` and ``leave()`` enclose a phase, whose duration in ns ``leave`` returns; ``switch(phase)`` puts another
-phase in the place of the innermost; ``back(depth)`` leaves what an exception left open; ``reading()``: ns of every phase."""
+phase in the place of the innermost; ``back(depth)`` leaves what an exception left open; ``reading()``: the
+time in ns, and the ns of every phase until that time, so that two readings differ by what the phases between them add up to."""
 
 tally: dict[tuple[object, ...], list[int]] = {}
 """(what, ...) -> [calls, ns] since the last cut."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.autograd.profiler import profile, record_function
 
 from trimtab.probe.inside import calls
 
@@ -32,9 +32,10 @@ def start(notes: list[str]) -> bool:
         if enabled._profiler_enabled():
             notes.append("Operators were not recorded: the script runs a profiler of its own.")
             return False
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-        _profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True, with_flops=True)
-        _profiler.start()
+        device = "cuda" if torch.cuda.is_available() else None
+        # torch.profiler.profile imports TorchInductor, which takes longer than most scripts' steps
+        _profiler = profile(use_device=device, use_kineto=True, record_shapes=True, profile_memory=True, with_flops=True)
+        _profiler.__enter__()
         _open()
     except (RuntimeError, AttributeError) as error:
         notes.append(f"Operators were not recorded: {error}.")
@@ -47,7 +48,7 @@ def start(notes: list[str]) -> bool:
 
 def _open() -> None:
     global _range
-    _range = torch.profiler.record_function(STEP)
+    _range = record_function(STEP)
     _range.__enter__()
 
 
@@ -64,7 +65,7 @@ def ended_step(mixed: bool) -> bool:
 
 def _recorded() -> tuple[list[Any], int]:
     """Events of the steps that count, and how many steps those are."""
-    events = list(_profiler.events())
+    events = list(_profiler.function_events)
     ranges = sorted((e.time_range.start, e.time_range.end) for e in events if e.name == STEP)
     kept = [found for found, clean in zip(ranges, _kept, strict=False) if clean] or ranges
     return [e for e in events if any(start <= e.time_range.start < end for start, end in kept)], max(len(kept), 1)
@@ -75,7 +76,7 @@ def stop() -> None:
     if not _kept:
         _range.__exit__(None, None, None)
         _kept.append(True)
-    _profiler.stop()
+    _profiler.__exit__(None, None, None)
     recorded, steps = _recorded()
     by: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
     count, small, whole = 0, 0.0, 0.0

@@ -141,11 +141,11 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _snapshot() -> Snapshot:
-    totals = clock.reading()
+    now, totals = clock.reading()
     usage = resource.getrusage(resource.RUSAGE_SELF)
     resident = int(os.pread(_statm, 64, 0).split()[1]) * _PAGE if _statm >= 0 else usage.ru_maxrss * 1024
     cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
-    return time.perf_counter_ns(), totals, usage.ru_minflt, resident, _evaluations, _iterators, _collector_ns, cpu
+    return now, totals, usage.ru_minflt, resident, _evaluations, _iterators, _collector_ns, cpu
 
 
 def _mark(key: Key) -> None:
