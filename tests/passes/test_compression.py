@@ -20,6 +20,7 @@ from trimtab.passes.drop_layers import DropLayers
 from trimtab.passes.prune_channels import PruneChannels
 from trimtab.passes.prune_units import PruneUnits
 from trimtab.passes.recover import FOLDER, Recover
+from trimtab.passes.student import Student
 from trimtab.testing.models import convnet, encoder, recurrent
 
 pytest.importorskip("torch_pruning")
@@ -286,6 +287,19 @@ def test_other_updates_data_or_weights_are_another_training(learnt) -> None:
 @pytest.mark.parametrize("loss", ["features", "relations", "task"])
 def test_other_losses_recover_too(learnt, loss: Any) -> None:
     assert off(Recover(updates=20, loss=loss).apply(learnt)) < off(learnt)
+
+
+def test_a_student_takes_the_models_place_and_learns_from_it(learnt) -> None:
+    assert "give the workload student=..." in str(Student().blocked(learnt))
+    torch.manual_seed(1)
+    own = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    given = dataclasses.replace(learnt, student=own)
+    found = Recover(updates=40).apply(Student().apply(given))
+    assert off(found) < off(Student().apply(given))
+    assert sum(parameter.numel() for parameter in found.model.parameters()) == 130
+    other = dataclasses.replace(learnt, student=nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
+    with pytest.raises(CompileError, match="student cannot stand where the model stands: its outputs have other shapes"):
+        Student().apply(other)
 
 
 def test_recover_says_what_it_needs(learnt) -> None:

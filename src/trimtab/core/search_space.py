@@ -41,9 +41,8 @@ def backends() -> list[Backend]:
 
 
 def compressing() -> list[Pass]:
-    """A default instance of each pass that makes a smaller network, without those that train it."""
-    found = [PASSES[name]() for name in PASSES if PASSES[name].compresses]
-    return [step for step in found if "training" not in step.needs]
+    """A default instance of each pass that makes a smaller network by the share of it that it keeps."""
+    return [PASSES[name]() for name in PASSES if PASSES[name].compresses and "keep" in PASSES[name].choices()]
 
 
 def training() -> list[Pass]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab._internal.serialization import ESCAPED, dumps, from_json, to_json
+from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Workload
@@ -25,6 +26,7 @@ from trimtab.execution.workload_transfer import handed
 from trimtab.hardware.environment import Environment
 from trimtab.hardware.system import free_mb
 from trimtab.measure.host import others
+from trimtab.passes.student import Student
 from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
@@ -105,6 +107,8 @@ class Study:
         self.prepared = self._prepare()
         known = self.prepared
         self.notes += ranking.doubts(options.limits, known.score, known.share, known.least)
+        if "distill" in options.compress and (why := known.why_not(Recipe(passes=(Student(),), backend=BACKENDS["eager"]()))):
+            self.notes.append(f"Nothing is distilled: {why}")
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())
