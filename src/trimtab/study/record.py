@@ -175,6 +175,8 @@ class Record:
     """The user's own note on the study."""
     trainings: tuple[Trained, ...] = ()
     """The trainings of smaller networks, in order."""
+    compress: tuple[str, ...] = ()
+    """How smaller networks were asked for."""
     train_s: float | None = None
     """Seconds that these may take in all; ``None`` if nothing was said."""
     energy: Energy | None = None

@@ -228,6 +228,7 @@ class Study:
             refused=tuple(self.refused),
             mode=self.task.mode,
             trainings=self.trainings.all,
+            compress=self.options.compress,
             train_s=self.options.train_s,
         )
 
