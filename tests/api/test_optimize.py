@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -22,6 +24,7 @@ import trimtab
 from _studies import data
 from trimtab._internal.serialization import from_json
 from trimtab.api.optimize import command_line
+from trimtab.cli.main import main
 from trimtab.core.measurement import Interval
 from trimtab.core.trial import State
 from trimtab.errors import IntegrityError, StorageError, UsageError
@@ -59,11 +62,16 @@ ENTRY = {"recipe", "state", "reason", "speedup", "latency_ms", "score", "drop", 
 
 
 def command(*arguments: str, folder: pathlib.Path, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
+    """Standard output of a command that is run in this process, or standard error if its exit code is to be another than 0."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["trimtab", *arguments])
+        patch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert left.value.code == code, out.getvalue() + err.getvalue()
+    return out.getvalue() if code == 0 else err.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +210,11 @@ def test_a_changed_byte_is_found(study) -> None:
     data = bytearray(name.read_bytes())
     data[len(data) // 2] ^= 1
     name.write_bytes(bytes(data))
-    out = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "trimtab", "verify", str(copy)], capture_output=True, text=True, check=False, cwd=folder
     )
-    assert out.returncode == 1
-    assert "NOT verified" in out.stdout
+    assert done.returncode == 1
+    assert "NOT verified" in done.stdout
     with pytest.raises(IntegrityError):
         trimtab.load(copy)
 
@@ -364,6 +372,7 @@ def test_what_a_check_finds_is_said(tmp_path: pathlib.Path) -> None:
     assert str(finding.remedy) == f"threads(count={finding.evidence['usable_cores']}) + eager"
 
 
+@pytest.mark.long
 def test_trials_count_recipes_besides_the_model_as_written(tmp_path) -> None:
     workload = trimtab.Workload(model=torch.nn.Linear(8, 8).eval(), inputs=torch.randn(1, 8))
     result = trimtab.optimize(workload, out=tmp_path / "run", trials=1, timing_seconds=0.2)

@@ -439,7 +439,8 @@ def test_a_study_ends_with_settings_a_ladder_and_a_report_and_goes_on(tmp_path: 
     won = found["status"] == "improved"
     assert found["settings"]["data"]["joined"] is won  # of those two trials, the other one ran its batches as one
     assert not won or rungs["best"]["speedup"]["low"] > 1.0
-    assert {trial["state"] for trial in found["trials"]} == {"COMPLETE", "SKIPPED"}
+    states = {trial["state"] for trial in found["trials"]}
+    assert {"COMPLETE", "SKIPPED"} <= states <= {"COMPLETE", "SKIPPED", "STOPPED"}  # what is surely slower may end early
     assert all(trial["reason"] for trial in found["trials"] if trial["state"] == "SKIPPED")
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "joined" in page

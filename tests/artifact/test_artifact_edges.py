@@ -74,6 +74,7 @@ def test_a_model_in_bfloat16_runs_alone(tmp_path: pathlib.Path) -> None:
     assert "allowed" in replayed(shipped(tmp_path / "artifact", subject, Eager()))
 
 
+@pytest.mark.long
 def test_machine_code_in_another_layout_runs_alone(tmp_path: pathlib.Path) -> None:
     plain = Candidate.of(nn.Conv2d(3, 8, 3).eval(), (torch.randn(1, 3, 16, 16),))  # whose strides fit either layout
     artifact = shipped(tmp_path / "artifact", ChannelsLast().apply(plain), Aoti(), ChannelsLast())

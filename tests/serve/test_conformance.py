@@ -228,7 +228,7 @@ def test_requests_drawn_from_the_openapi_document_never_break_the_server(server:
     """Checks of schemathesis that hold whatever the request is: no 500, documented statuses, types and schemas of answers."""
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     words = [
-        *["run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", checks, "--max-examples", "25"],
+        *["run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", checks, "--max-examples", "10"],
         *["--exclude-path-regex", "/(load|unload)$", "--seed", "1", "--no-color", "--phases", "examples,coverage,fuzzing"],
         *["--suppress-health-check", "all", "--generation-database", "none"],
     ]

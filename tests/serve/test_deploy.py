@@ -187,7 +187,9 @@ def test_triton_gets_the_model_and_a_config_with_its_own_names(
     else:
         import openvino
 
-        answer = openvino.Core().compile_model(folder / "model.xml", "CPU")({config.input[0].name: rows})
+        float32 = {"INFERENCE_PRECISION_HINT": "f32"}  # which Triton's backend cannot be told: the file says so
+        assert "bfloat16" in text
+        answer = openvino.Core().compile_model(folder / "model.xml", "CPU", float32)({config.input[0].name: rows})
         found = [answer[name] for name in names]
     want = load(path)(torch.from_numpy(rows))
     np.testing.assert_allclose(found[0], want["logits"].numpy(), rtol=1e-4, atol=1e-5)

@@ -18,6 +18,7 @@ from trimtab.serve.load_test import Load
 from trimtab.serve.own_server import address_of
 
 
+@pytest.mark.long
 def test_an_artifact_is_served_for_as_long_as_it_is_measured(
     net: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

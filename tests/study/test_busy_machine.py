@@ -61,6 +61,7 @@ def test_everything_has_one_thread_and_the_result_says_so(tmp_path: pathlib.Path
     assert threads(again.study) == {1}
 
 
+@pytest.mark.long
 def test_a_quiet_machine_has_all_threads_and_no_word_about_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, said = optimized(tmp_path / "run", monkeypatch, BUSY - 0.01, 1)
     assert threads(found.study) == {found.study.prepared.threads}

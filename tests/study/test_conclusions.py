@@ -362,6 +362,7 @@ def test_what_is_made_for_a_batch_is_measured_at_it() -> None:
     assert [leaf.shape for leaf in _at_its_batch(leaves, Eager().compile(made))] == [(1, 4)]
 
 
+@pytest.mark.long
 def test_an_artifact_and_its_workload_are_counted_in_the_same_unit(tmp_path) -> None:
     body = "def made(): return workload(model=lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)], nn.Linear(8, 4)))"
     found = run(tmp_path, body, objective="throughput", trials=1)
@@ -371,6 +372,7 @@ def test_an_artifact_and_its_workload_are_counted_in_the_same_unit(tmp_path) -> 
     assert timing.comparison.ratio.value > 0.3, "eight requests are not one"
 
 
+@pytest.mark.long
 def test_the_memory_of_an_original_without_files_is_not_that_of_its_data(tmp_path) -> None:
     body = """
     class Odd(nn.Module):  # neither exported nor scripted
@@ -397,6 +399,7 @@ def test_the_memory_of_an_original_without_files_is_not_that_of_its_data(tmp_pat
     assert found.cold_s > 0
 
 
+@pytest.mark.long
 def test_weights_that_are_drawn_anew_in_each_process_are_refused_and_early(tmp_path) -> None:
     body = """
     import numpy as np
@@ -424,6 +427,7 @@ def test_inputs_that_are_drawn_anew_in_each_process_are_refused_after_the_first_
     assert len(list(tmp_path.glob("run/trials/*"))) == 1
 
 
+@pytest.mark.long
 def test_data_that_is_shuffled_otherwise_each_time_is_read_once_and_the_same_for_all(tmp_path) -> None:
     body = """
     import random
@@ -457,6 +461,7 @@ def test_a_search_without_an_original_to_beat_ends_at_once_and_again(tmp_path) -
             finishing.finish(study)
 
 
+@pytest.mark.long
 def test_buffers_that_a_call_changes_are_no_other_weights(tmp_path) -> None:
     body = """
     class Counting(nn.Module):

@@ -130,6 +130,7 @@ def test_where_memory_counts_the_winner_has_to_need_less_of_it(monkeypatch, tmp_
     assert {name: getattr(found, name) for name in costs} == costs
 
 
+@pytest.mark.long
 def test_what_it_costs_to_start_is_measured_again_in_the_way_of_the_search(tmp_path) -> None:
     reference = write(tmp_path, "def made(): return trimtab.Workload(model=nn.Linear(2000, 2000), inputs=torch.randn(1, 2000))")
     with Workers() as workers:
@@ -204,7 +205,10 @@ def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
     assert study.storage.noted("tried") == [str(lossy.recipe)]
 
 
-@pytest.mark.parametrize(("fault", "error"), [("raise KeyError(7)", "WorkloadError"), ("os._exit(3)", "MeasurementError")])
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [pytest.param("raise KeyError(7)", "WorkloadError", marks=pytest.mark.long), ("os._exit(3)", "MeasurementError")],
+)
 def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str, error: str) -> None:
     reference = write(tmp_path, "def made(): return workload()")
     study = Study(reference, tmp_path / "run", Options(timing_s=0.1))

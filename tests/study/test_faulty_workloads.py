@@ -137,6 +137,7 @@ def test_a_workload_that_fails_is_said_to_fail(tmp_path, body: str, message: str
             def made(): return workload(Plain)
             """,
             id="no-parameters",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             """
@@ -168,6 +169,7 @@ def test_an_odd_workload_works(tmp_path, body: str) -> None:
     assert result.trials[0].state is State.COMPLETE
 
 
+@pytest.mark.long
 def test_control_flow_on_data_is_caught_by_parity_or_refused(tmp_path) -> None:
     body = """
     class Branches(Model):
@@ -204,7 +206,10 @@ def test_a_recipe_that_crashes_its_process_loses_nothing(tmp_path) -> None:
     assert result.status in ("kept_original", "improved")
 
 
-@pytest.mark.parametrize("asked", [{"objective": "size"}, {"limits": trimtab.Limits(max_drop=0.1, memory_mb=5000)}])
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param({"objective": "size"}, marks=pytest.mark.long), {"limits": trimtab.Limits(max_drop=0.1, memory_mb=5000)}],
+)
 def test_an_original_without_a_form_of_its_own_is_kept_and_never_called_an_improvement(tmp_path, asked) -> None:
     """Its size is unknown, and so is what a tuned form of it needs of memory: neither is a limit that was missed."""
     body = """

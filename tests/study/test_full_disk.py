@@ -113,6 +113,7 @@ def test_a_full_disk_is_no_failure_of_the_recipe() -> None:
         ended(Recipe(backend=TorchScript()), line)
 
 
+@pytest.mark.long
 @ROOT_ONLY
 def test_what_did_not_fit_is_tried_again_once_there_is_space(disk: pathlib.Path) -> None:
     """The space left is less than a model and more than a result, so that a failure could be kept for good."""

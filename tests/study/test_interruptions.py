@@ -83,6 +83,7 @@ def test_fresh_forgets_nothing_where_the_new_study_cannot_begin(body: str, optio
     assert left == {".lock", "prepare", "study.db", "workload.json", "artifact", "report.html"}
 
 
+@pytest.mark.long
 def test_studies_in_one_database_are_not_in_each_other_s_way(tmp_path) -> None:
     """Their names are those of workloads, and people call theirs alike."""
     reference, shared = write(tmp_path, "def made(): return workload()"), f"sqlite:///{tmp_path}/shared.db"
@@ -173,6 +174,7 @@ def test_what_is_not_an_artifact_in_its_place_is_said_before_the_search(tmp_path
     assert not left.exists(), "of a run that was killed while it wrote"
 
 
+@pytest.mark.long
 def test_an_artifact_that_cannot_be_written_is_not_held_against_the_winner(tmp_path) -> None:
     body = f"""
     os.makedirs({str(tmp_path / "run" / "artifact")!r}, exist_ok=True)

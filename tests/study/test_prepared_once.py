@@ -64,6 +64,7 @@ def test_data_is_read_once_and_the_model_built_twice_in_a_whole_study(tmp_path: 
     assert not [note for note in notes if note.startswith("Every process")]
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_pickled_is_built_by_every_process_and_a_note_says_why(tmp_path: pathlib.Path) -> None:
     more = """
     def __getstate__(self): raise TypeError("it holds a socket")
@@ -75,6 +76,7 @@ def test_a_model_that_cannot_be_pickled_is_built_by_every_process_and_a_note_say
     assert "Every process of the study builds the model again: it cannot be pickled (TypeError: it holds a socket)." in notes
 
 
+@pytest.mark.long
 def test_a_file_that_leaves_threads_behind_is_read_by_every_process_and_a_note_says_why(tmp_path: pathlib.Path) -> None:
     more = """
     import threading, time

@@ -46,6 +46,7 @@ class Heard(trimtab.Progress):
         self.said.append("began")
 
 
+@pytest.mark.long
 def test_a_search_from_python_is_seen_on_standard_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(tmp_path, "def made(): return workload()", budget="2m")
     out, err = capsys.readouterr()

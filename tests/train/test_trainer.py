@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
 import os
 import pathlib
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -338,8 +340,15 @@ def test_a_signal_ends_the_run_after_its_update_and_it_can_go_on(number: signal.
 
     handler = signal.getsignal(number)
     made = trainer(callbacks=[interrupt], log_every=1, checkpoint=tmp_path)
+    outer = trainer()  # as of a generator, whose updates alternate with those of a critic
+    run = outer.updates(loader(), epochs=3)
+    next(run)
     summary = made.fit(loader(), epochs=3)
     assert summary.updates == 5
+    assert outer.ending, "a signal reaches every run of the process"
+    with pytest.raises(StopIteration) as ended:
+        next(run)
+    assert number.name in ended.value.value.ended
     assert number.name in summary.ended
     assert signal.getsignal(number) is handler
     again = trainer(checkpoint=tmp_path).resume()
@@ -532,3 +541,42 @@ def test_what_is_no_callback_is_said_before_the_run(callbacks: Any, said: str) -
     assert str(caught.value).endswith(
         "A callback is called as callback(trainer, event): callbacks=[lambda trainer, event: print(event)]."
     )
+
+
+def test_shorter_runs_and_predictions(tmp_path: pathlib.Path) -> None:
+    data, made = list(loader(shuffle=False)), trainer(schedule=one_cycle(0.1), checkpoint=tmp_path)
+    summary = made.fit(data, data, epochs=2, limit_train=2, limit_validate=0.5)
+    assert summary.updates == 4
+    assert made.scheduler is not None
+    assert made.scheduler.total_steps == 5
+    figures = made.validate(data[:3])
+    assert summary.metrics["loss"] == figures["loss"]
+    outputs = made.predict(data)
+    with torch.no_grad():
+        assert torch.equal(outputs, torch.cat([made.model(x) for x, _ in data]))
+    assert [each.shape for each in made.predict([x for x, _ in data], limit=2, joined=False)] == [(16, 3), (16, 3)]
+    tried = trainer(checkpoint=tmp_path / "none")
+    tried.fit(data, data, steps=100, fast_dev_run=True)
+    assert tried.position.update == 1
+    assert not (tmp_path / "none").exists()
+    ended = trainer().fit(data, epochs=1000, max_time=1e-9)
+    assert (ended.updates, ended.ended) == (1, "Its time is over: max_time is 1e-09 s.")
+    for options, said in (
+        ({"limit_train": 1.5}, "limit_train is 1.5; it is a number of batches, such as 100, or a share"),
+        ({"fast_dev_run": "yes"}, "fast_dev_run is 'yes'; it can be True, or a number of updates"),
+        ({"max_time": "2"}, "max_time is '2': the unit is missing"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            trainer().fit(data, epochs=1, **options)
+
+
+def test_gradients_are_clipped_by_value() -> None:
+    batch, network = next(iter(loader())), nn.Linear(8, 3)
+    by_hand, sgd = copy.deepcopy(network), functools.partial(torch.optim.SGD, lr=0.1)
+    trainer(network, optimizer=sgd, settings=Settings(optimizer=OptimizerSettings(clip_value=0.01))).fit([batch], steps=1)
+    optimizer = sgd(by_hand.parameters())
+    nn.functional.cross_entropy(by_hand(batch[0]), batch[1]).backward()
+    torch.nn.utils.clip_grad_value_(by_hand.parameters(), 0.01)
+    optimizer.step()
+    assert torch.equal(network.weight, by_hand.weight)
+    assert torch.equal(network.bias, by_hand.bias)

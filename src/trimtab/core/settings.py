@@ -22,6 +22,7 @@ _POSITIVE = (
     "memory.activation_mb",
     "memory.segments",
     "optimizer.clip_norm",
+    "optimizer.clip_value",
     "distributed.bucket_mb",
 )
 """Settings that must be above zero."""
@@ -101,6 +102,8 @@ class OptimizerSettings:
     """Which of torch's implementations of the optimizer runs the update."""
     clip_norm: float | None = None
     """Largest norm of the gradient of all parameters, clipped once per update."""
+    clip_value: float | None = None
+    """Largest absolute value of each element of the gradient, clipped once per update, after ``clip_norm``."""
     scale_lr: Literal["linear", "sqrt"] | None = None
     """How the learning rate, chosen for updates from one batch of the loader, follows the batches that an update has, over
     ``data.accumulate`` and all processes: times their number, or times its square root."""

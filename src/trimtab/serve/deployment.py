@@ -23,6 +23,8 @@ SWEEP_S = 0.02
 """Seconds between looks for requests whose deadline has passed."""
 LOOK_S = 0.05
 """Least seconds between requests whose inputs are compared with those that the artifact knows."""
+TOGETHER_S = 0.02
+"""Seconds after the end of an instance within which others that were killed with it are seen to have ended, too."""
 STALLED_S = 60.0
 """Seconds after which an instance that computes one batch counts as hanging and is killed."""
 STABLE_S, LONGEST_PAUSE_S = 10.0, 30.0
@@ -68,6 +70,7 @@ class Deployment:
         self._tasks = set[asyncio.Task[Any]]()
         self._loop, self._work = asyncio.get_running_loop(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._pumping = False
 
     @property
     def ready(self) -> bool:
@@ -129,7 +132,9 @@ class Deployment:
         item = Item(call, now, now + timeout_s, self._loop.create_future())
         self.batcher.put(item)
         self._work.set()
-        self._pump()
+        if not self._pumping:  # once for all requests that arrived together, so that they share a batch
+            self._pumping = True
+            self._loop.call_soon(self._pump)
         answer = await item.future
         if self._shadow is not None and self._shadow.drawn():
             self._loop.call_soon(self._shadow.compare, call, answer)  # after the answer has been written
@@ -140,6 +145,7 @@ class Deployment:
 
     def _pump(self) -> None:
         """Give batches to free instances."""
+        self._pumping = False
         for instance in self.instances:
             if not self.batcher.size:
                 return
@@ -193,8 +199,13 @@ class Deployment:
 
     def _on_close(self, instance: Instance) -> None:
         """An instance died. The requests that it held are tried once more, alone, and another instance starts."""
-        if self.stopping or self.interface is None or instance not in self.instances:
-            return
+        if not self.stopping and self.interface is not None:
+            self._spawn(self._replace(instance))
+
+    async def _replace(self, instance: Instance) -> None:
+        await asyncio.sleep(TOGETHER_S)  # a retry must not go to an instance that was killed in the same moment
+        if instance not in self.instances:
+            return  # it was replaced already
         for item in instance.batch:
             item.tries += 1
             if item.tries > 1:

@@ -103,7 +103,7 @@ class Service:
         if refusal is not None:
             status, record.facts["error"] = refusal.status, refusal.sentence
         if self._repository.options.log_requests:
-            facts = {"method": "gRPC", "path": name, "status": status, "ms": record.ms, **record.facts}
+            facts = {"method": "gRPC", "path": name, "status": status, "ms": record.ms, **record.all_facts()}
             self._repository.log("request", request_id=tag, **facts)
         if self._tracer is not None:
             code = CODES.get(status, grpc.StatusCode.OK).value[0]

@@ -34,7 +34,10 @@ class Record:
     def computed(self, answer: Answer) -> None:
         """The request was computed."""
         self.answered, self.answer = time.time_ns(), answer
-        self.facts |= answer.facts()
+
+    def all_facts(self) -> dict[str, Any]:
+        """The facts, with those of the answer."""
+        return self.facts if self.answer is None else self.facts | self.answer.facts()
 
     @property
     def ms(self) -> float:
@@ -64,7 +67,7 @@ class Tracer:
         batch was not, and is drawn in the middle.
         """
         found, trace = self._extract(dict(carrier)), self._trace
-        facts = {f"trimtab.{name}": value for name, value in record.facts.items()}
+        facts = {f"trimtab.{name}": value for name, value in record.all_facts().items()}
         span = self._tracer.start_span(
             name, found, trace.SpanKind.SERVER, attributes={**attributes, **facts}, start_time=record.started
         )

@@ -21,6 +21,11 @@ from trimtab.serve.tuning import DEFAULT_ROWS
 THREADS = {"onnxruntime": "intra_op_thread_count", "openvino": "INFERENCE_NUM_THREADS"}
 """Backend of trimtab, called the same in Triton -> its parameter for the number of threads."""
 
+BFLOAT16 = (
+    "# OpenVINO computes in bfloat16 on processors that have it, and this backend cannot tell it otherwise: outputs then "
+    "differ from those\n# that trimtab proved. The ONNX form has no such difference."
+)
+
 
 def model(name: str, artifact: Artifact, options: Options) -> dict[str, str | bytes]:
     """The files of the model ``name``: ``config.pbtxt``, and the artifact's model files as version 1.
@@ -88,6 +93,7 @@ def _config(
     rows = 0 if dim is None or not batched else min(wanted, dim.max or wanted)
     lines = [
         f"# {name}, for Triton's {backend} backend. Written from the artifact's signature; not run.",
+        *([BFLOAT16] if backend == "openvino" else []),
         f"name: {json.dumps(name)}",
         f"backend: {json.dumps(backend)}",
         f"max_batch_size: {rows}",

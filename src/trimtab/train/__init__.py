@@ -1,6 +1,7 @@
 """Training: a loop that is fast by default, right in the corners, and can be cut off at any time."""
 
 from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.checkpoint.weights import weights
 from trimtab.train.data.collate import Collate
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.memory_mapped import MappedTensors
@@ -8,4 +9,4 @@ from trimtab.train.data.worker_tuning import tune_loader
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.distillation import Distillation
 
-__all__ = ["Collate", "Distillation", "EarlyStopping", "Loader", "MappedTensors", "find_batch", "tune_loader"]
+__all__ = ["Collate", "Distillation", "EarlyStopping", "Loader", "MappedTensors", "find_batch", "tune_loader", "weights"]

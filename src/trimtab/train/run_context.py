@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.core.settings import Settings
 from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.checkpoint.figure import Figure
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.adapter import LossAdapter
 from trimtab.train.optim.ema import Ema, EvalWeights
@@ -57,6 +58,14 @@ class FitState:
     """Whether the state after the first applied update was checked for values that no checkpoint can hold."""
     stop: str | None = None
     """Why the run ends after the current update, if it does."""
+    until: tuple[float, str] | None = None
+    """When the time of the call is over, by ``time.monotonic``, and the sentence that then ends it."""
+    limit_train: int | None = None
+    """Most batches of this process in an epoch."""
+    limit_validate: int | None = None
+    """Most batches of this process in a validation."""
+    saved_best: int | None = None
+    """The update whose checkpoint was written because its validation is among the best."""
     interrupted: bool = False
     """Whether a signal ends the run; it ends a validation too."""
     calling: bool = False
@@ -98,6 +107,10 @@ class RunContext:
     """The loss and metrics of the last validation, by name."""
     best_parameters: dict[str, Any] | None = None
     """State dict of the model at the best validation, if early stopping restores it."""
+    figure: tuple[int, Figure] | None = None
+    """The last validation: its update, and what it found."""
+    registered: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Objects of the user whose state checkpoints hold, by name."""
     epoch_random: dict[str, Any] = dataclasses.field(default_factory=dict)
     resuming: dict[str, Any] | None = None
     """The checkpoint that the next call of ``fit`` resumes."""
@@ -115,6 +128,15 @@ class RunContext:
     """Position of a loader with ``state_dict()`` at the end of the last call."""
     fit: FitState = dataclasses.field(init=False)
     """State of the current call of ``fit``, or of the last one."""
+
+    @property
+    def watched(self) -> EarlyStopping:
+        """The figure of the validation that counts, and what is better: early stopping's, else the loss."""
+        return self.early_stopping or EarlyStopping()
+
+    def figure_of(self, value: float) -> Figure:
+        """``value`` as a figure of :attr:`watched`."""
+        return Figure(metric=self.watched.metric, value=value, mode=self.watched.mode or "min")
 
     def stop(self, reason: str) -> None:
         """End the run after the current update; ``reason`` is a sentence for the summary."""

@@ -17,6 +17,7 @@ from trimtab._internal.validation import checked_call
 from trimtab.core.settings import Settings
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.autotune import auto_settings
+from trimtab.train.checkpoint import registered
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.resume_conflicts import check_kinds, checked_override
 from trimtab.train.data.micro_batches import check_loader
@@ -24,10 +25,11 @@ from trimtab.train.data.peek import kept_random
 from trimtab.train.distributed import consistency
 from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.engine import checkpoint_policy, duration, loop, setup, validation
+from trimtab.train.engine import best_weights, checkpoint_policy, duration, loop, predict, setup, validation
 from trimtab.train.engine import evaluate as held_out
+from trimtab.train.engine.bounds import Bounds
 from trimtab.train.engine.memory_plan import MemoryPlan
-from trimtab.train.engine.signals import interruptible
+from trimtab.train.engine.signals import closed_at_exit, interruptible
 from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.optim import schedules
@@ -78,6 +80,9 @@ class Trainer:
         checkpoint: folder for checkpoints.
         checkpoint_every: updates between two checkpoints; by default one is written after each epoch. The last update always
             gets one.
+        keep_last: how many of the newest checkpoints to keep.
+        keep_best: how many checkpoints to keep besides, of those with the best validation: by the figure that
+            ``early_stopping`` watches, else the loss. Each is written right after its validation.
         callbacks: called as ``callback(trainer, event)`` with each event.
         metrics: by name. Either ``metric(outputs, targets)`` -> one value per example, shape ``(n,)``, whose mean is reported;
             or an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as in torchmetrics. If the model
@@ -106,6 +111,8 @@ class Trainer:
         early_stopping: EarlyStopping | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
+        keep_last: int = 2,
+        keep_best: int = 0,
         callbacks: Sequence[Callback] = (),
         metrics: Mapping[str, Metric] | None = None,
         ema: float | None = None,
@@ -115,6 +122,8 @@ class Trainer:
     ) -> None:
         duration.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
         schedules.check_given(schedule)
+        if keep_best and checkpoint is None:
+            raise UsageError(f"keep_best is {keep_best}, and there is no folder for checkpoints. Give checkpoint='folder'.")
         check_kinds(settings, early_stopping, metrics, ema, world)
         setup.check_model(model)
         world = world or join(settings)
@@ -135,7 +144,7 @@ class Trainer:
             optimizer=made,
             early_stopping=early_stopping,
             schedule=schedule,
-            checkpoints=None if checkpoint is None else Checkpoints(checkpoint),
+            checkpoints=None if checkpoint is None else Checkpoints(checkpoint, keep_last=keep_last, keep_best=keep_best),
             checkpoint_every=checkpoint_every,
             log_every=log_every,
             callbacks=events.checked(callbacks),
@@ -232,6 +241,10 @@ class Trainer:
         *,
         epochs: int | None = None,
         steps: int | None = None,
+        max_time: str | float | None = None,
+        limit_train: float | None = None,
+        limit_validate: float | None = None,
+        fast_dev_run: bool | int = False,
     ) -> Summary:
         """Train until ``epochs`` or ``steps`` are reached, and validate after each epoch.
 
@@ -256,13 +269,19 @@ class Trainer:
             validate: loader of batches for the validation.
             epochs: epochs in all, counted from the first call; give this or ``steps``.
             steps: updates in all.
+            max_time: time after which the run ends with its update, such as ``"2h"``; a number counts seconds.
+            limit_train: most batches of an epoch, in each process: a number, or a share such as 0.1.
+            limit_validate: most batches of a validation, likewise.
+            fast_dev_run: makes one update, or as many as the number given, and validates on as many batches, to try the script;
+                no checkpoint is written, and ``epochs`` and ``steps`` do not count.
 
         Raises:
             UsageError: an argument makes no sense; nothing was run.
             WorkloadError: the model, the loss or the loader failed, or the loss is not finite.
             StorageError: a checkpoint or the log cannot be written.
         """
-        run = self.updates(train, validate, epochs=epochs, steps=steps)
+        bounds = Bounds(max_time=max_time, limit_train=limit_train, limit_validate=limit_validate, fast_dev_run=fast_dev_run)
+        run = self._updates(train, validate, epochs, steps, bounds)
         while True:
             try:
                 next(run)
@@ -278,8 +297,29 @@ class Trainer:
         *,
         epochs: int | None = None,
         steps: int | None = None,
+        max_time: str | float | None = None,
+        limit_train: float | None = None,
+        limit_validate: float | None = None,
+        fast_dev_run: bool | int = False,
     ) -> Generator[Update, None, Summary]:
-        """:meth:`fit` as a generator: each ``next()`` makes one update, with its events, checkpoint and validation."""
+        """:meth:`fit` as a generator: each ``next()`` makes one update, with its events, checkpoint and validation.
+
+        A loop that is left by ``break`` or an error ends the run with a checkpoint of the last update, if there is a folder for
+        it and the process trains alone.
+        """
+        bounds = Bounds(max_time=max_time, limit_train=limit_train, limit_validate=limit_validate, fast_dev_run=fast_dev_run)
+        return closed_at_exit(self._updates(train, validate, epochs, steps, bounds))
+
+    def _updates(
+        self,
+        train: Iterable[Batch],
+        validate: Iterable[Batch] | None,
+        epochs: int | None,
+        steps: int | None,
+        bounds: Bounds,
+    ) -> Generator[Update, None, Summary]:
+        if bounds.fast_dev_run:
+            epochs, steps = self.context.position.epoch + 1, None
         duration.check_lengths(self.context, epochs, steps)
         refuse_autocast(self.context.device)
         check_loader(train, "train")
@@ -287,7 +327,8 @@ class Trainer:
             check_loader(validate, "validate")
         consistency.refuse_differences(self.context, validated=validate is not None, epochs=epochs, steps=steps)
         self.context.fit = run = FitState(MemoryPlan(self.context))
-        with checkpoint_policy.folder_held(self.context), interruptible(self.context), telling_stops():
+        saved = checkpoint_policy.without(self.context) if bounds.fast_dev_run else checkpoint_policy.folder_held(self.context)
+        with saved, interruptible(self.context), telling_stops():
             last, given, train = self._last, train, self.context.world.share(train, "train")
             run.goes_on = (
                 isinstance(given, Iterator) and last is not None and last[0] is given and self.context.resuming is None
@@ -302,6 +343,7 @@ class Trainer:
                     update=self.context.position.update, same=not duration.begin_other(self.context, last, given)
                 )
                 duration.check_epoch(self.context, train)
+                bounds.begin(self.context, train, validate)
                 run.planned = duration.updates_in_all(self.context, train, epochs, steps)
                 train = auto_settings.decide(self.context, train, run.planned)
                 self._last = (given, train)
@@ -341,6 +383,45 @@ class Trainer:
         self.context.resuming = state
         self.context.shown.forget()
         return self
+
+    def load_best(self) -> Self:
+        """Give the model the weights of the best validation: of this run, or of those in its checkpoint folder.
+
+        The next :meth:`fit` goes on from the weights of the last update all the same.
+
+        Raises:
+            UsageError: neither ``keep_best`` nor early stopping has kept any, or they are of another model.
+            StorageError: no checkpoint in the folder is intact.
+        """
+        best_weights.load(self.context)
+        return self
+
+    def register(self, **things: Any) -> Self:
+        """Have checkpoints hold the state of objects with ``state_dict()`` and ``load_state_dict()``, by name.
+
+        :meth:`resume` gives them their state; an object that is registered after it gets its state at once.
+
+        Raises:
+            UsageError: an object lacks a method, its state cannot be saved, or the name is taken by another object.
+        """
+        registered.register(self.context, things)
+        return self
+
+    def predict(self, batches: Iterable[Batch], *, limit: int | None = None, joined: bool = True) -> Any:
+        """The model's outputs for ``batches``, in evaluation mode and without gradients, on the CPU.
+
+        Args:
+            batches: a loader of inputs, or of pairs of inputs and targets, of which the inputs are taken. Several processes
+                each go through all of them.
+            limit: most batches.
+            joined: whether the outputs are joined along their first axis, those of ``n`` examples into tensors of shape
+                ``(n, ...)``; else a list has an item per batch.
+
+        Raises:
+            UsageError: ``batches`` is no loader.
+            WorkloadError: the model or the loader failed, there is no batch, or the outputs cannot be joined.
+        """
+        return predict.outputs(self.context, batches, limit=limit, joined=joined)
 
     def validate(self, batches: Iterable[Batch]) -> dict[str, float]:
         """The loss and metrics of the current model on other data, such as a test set; all processes must call it."""

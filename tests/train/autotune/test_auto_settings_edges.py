@@ -393,6 +393,7 @@ def test_a_layout_with_the_same_loss_and_another_gradient_is_off(dropout: float)
     assert decided(model, Settings(threads=1, memory_format="channels_last"), torch.randn(16, 3, 4, 4)) is None
 
 
+@pytest.mark.long
 def test_a_backward_pass_that_torch_compiles_wrongly_is_off() -> None:
     torch.manual_seed(0)
     compiled = Settings(threads=1, compile=True)

@@ -22,13 +22,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.testing._internal.two_tensor import TwoTensor
 
+from _runs import EPOCH, loader
+from _runs import trainer as line
 from trimtab import DataSettings, Settings, Trainer
 from trimtab._internal.user_code import IN_WORKER
 from trimtab.errors import StorageError, UsageError
 from trimtab.train.checkpoint.checkpoints import HASHES, LOCK, STATE, TENSORS, Checkpoints
+from trimtab.train.checkpoint.weights import weights
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.schedules import one_cycle
-from trimtab.train.telemetry.events import Event, Progressed, Saved
+from trimtab.train.telemetry.events import Event, Progressed, Saved, Validated
 
 SCRIPT = """
 import sys, torch
@@ -88,7 +91,7 @@ def test_what_goes_in_comes_out(tmp_path: pathlib.Path) -> None:
 
 
 def test_only_the_newest_are_kept_and_a_damaged_one_is_passed_over(tmp_path: pathlib.Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
     for update in (1, 2, 3):
         checkpoints.save(update, {"update": update, "weights": torch.ones(100)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["update-00000002", "update-00000003"]
@@ -100,6 +103,77 @@ def test_only_the_newest_are_kept_and_a_damaged_one_is_passed_over(tmp_path: pat
     (tmp_path / "update-00000002" / STATE).unlink()
     with pytest.raises(StorageError, match=r"none is whole \(update-00000003: tensors.safetensors has changed since it was"):
         checkpoints.load()
+
+
+class Rising:
+    """A metric that is highest in the third validation; and a state of the user's own."""
+
+    def __init__(self) -> None:
+        self.validations = 0
+
+    def reset(self) -> None:
+        self.validations += 1
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        pass
+
+    def compute(self) -> float:
+        return -abs(self.validations - 3.2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validations": self.validations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.validations = state["validations"]
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_the_best_checkpoints_stay_and_their_weights_come_back_without_a_run(ema: float | None, tmp_path: pathlib.Path) -> None:
+    validated: list[dict[str, torch.Tensor]] = []
+
+    def made() -> tuple[Trainer, Rising]:
+        metric = Rising()
+        watching = EarlyStopping(metric="rising", mode="max", patience=9, restore_best=False)
+        return line(
+            checkpoint=tmp_path, checkpoint_every=3, keep_last=1, keep_best=2, early_stopping=watching, ema=ema,
+            metrics={"rising": metric}, callbacks=[_keeping(validated)],
+        ).register(rising=metric), metric  # fmt: skip
+
+    first, metric = made()
+    first.fit(loader(), loader(), epochs=5)
+    names = sorted(place.name for place in tmp_path.glob("update-*"))
+    assert names == [f"update-{epoch * EPOCH:08d}" for epoch in (3, 4, 5)]
+    again, metric = made()
+    again.load_best()
+    for found in (weights(tmp_path), again.model.state_dict()):
+        assert torch.equal(found["layer.weight"], validated[2]["layer.weight"])
+    assert torch.equal(weights(tmp_path, "last")["layer.weight"], validated[4]["layer.weight"])
+    again.resume()
+    assert metric.validations == 5
+    again.fit(loader(), loader(), epochs=6)
+    other = line(checkpoint=tmp_path).resume().register(other=Rising()) if ema is None else None
+    if other is not None:  # told of before the run, and of what it has not registered as the run begins
+        assert "The checkpoint has no state of other, which is registered now: it stays as it is." in other.notes
+        summary = other.fit(loader(), epochs=7)
+        assert any("the state of rising, which this run has not registered" in note for note in summary.notes)
+        with pytest.raises(UsageError, match=r"register\(\) was given x=a dict, without state_dict\(\)"):
+            other.register(x={})
+    with pytest.raises(UsageError, match="the weights of no validation were kept. Give Trainer"):
+        line().load_best()
+    with pytest.raises(UsageError, match="keep_best is 2, and there is no folder for"):
+        line(keep_best=2)
+    with pytest.raises(UsageError, match="keep_best goes by the validation, and there is none"):
+        line(checkpoint=tmp_path / "new", keep_best=2).fit(loader(), epochs=1)
+
+
+def _keeping(found: list[dict[str, torch.Tensor]]) -> Any:
+    """A callback that copies the weights of each validation."""
+
+    def keep(made: Trainer, event: Event) -> None:
+        if isinstance(event, Validated):
+            found.append({name: value.clone() for name, value in made.model.state_dict().items()})
+
+    return keep
 
 
 def test_files_are_written_out_as_windows_asks_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,12 +356,12 @@ def damage(place: pathlib.Path) -> None:
 def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: pathlib.Path) -> None:
     for update in (8, 9):
         damage(Checkpoints(tmp_path).save(update, {"x": torch.ones(1)}))
-    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
     for update in (5, 6, 7):
         assert checkpoints.save(update, {"x": torch.ones(1)}).exists()
     assert [int(place.name[-2:]) for place in checkpoints._places()] == [9, 8, 7, 6]
     checkpoints.save(10, {"x": torch.ones(1)})
-    Checkpoints(tmp_path, keep=1).save(1, {"x": torch.ones(1)})
+    Checkpoints(tmp_path, keep_last=1).save(1, {"x": torch.ones(1)})
     assert (tmp_path / "update-00000001").exists()
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
 from _ranks import on_ranks
-from _runs import COUNTED, EPOCH, Line, loader, told, trainer
+from _runs import COUNTED, EPOCH, Drawing, Line, loader, told, trainer
 from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import WorkloadError
 from trimtab.train.autotune.batch_size import find_batch
@@ -168,6 +168,37 @@ def test_a_callback_that_fails_costs_no_update(every: int | None, at: int, tmp_p
         cut.fit(loader(), epochs=2)
     assert Checkpoints(tmp_path).update() == at
     rest = told(resumed := trainer(checkpoint=tmp_path).resume(), "loss")
+    resumed.fit(loader(), epochs=2)
+    assert got + rest == want
+
+
+class Stumbling(Drawing):
+    """Fails in a call that is counted from 0, before it draws or moves anything."""
+
+    at = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(self.seen) == 4 * self.at:
+            raise OSError("the disk with the embeddings is gone")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["break", "model"])
+def test_a_run_that_is_left_or_whose_model_fails_goes_on_at_that_update(how: str, tmp_path: pathlib.Path) -> None:
+    want = told(whole := trainer(Stumbling), "loss")
+    whole.fit(loader(), epochs=2)
+    got = told(cut := trainer(Stumbling, checkpoint=tmp_path), "loss")
+    if how == "break":
+        for update in cut.updates(loader(), epochs=2):
+            if len(got) == EPOCH + 3:
+                assert update.applied
+                break
+    else:
+        cut.model.at = EPOCH + 3
+        with pytest.raises(WorkloadError, match="the disk with the embeddings is gone"):
+            cut.fit(loader(), epochs=2)
+    assert Checkpoints(tmp_path).update() == EPOCH + 3
+    rest = told(resumed := trainer(Stumbling, checkpoint=tmp_path).resume(), "loss")
     resumed.fit(loader(), epochs=2)
     assert got + rest == want
 

@@ -68,8 +68,8 @@ class Application:
         if status == 200 and scope["method"] != "POST":
             return
         if self._repository.options.log_requests:
-            facts = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": record.ms, **record.facts}
-            self._repository.log("request", request_id=request, **facts)
+            facts = {"method": scope["method"], "path": scope["path"][:200], "status": status, "ms": record.ms}
+            self._repository.log("request", request_id=request, **facts, **record.all_facts())
         if self._tracer is not None:
             carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             said = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -28,6 +28,34 @@ def most_connections() -> int:
     return 1 << 20 if hard == resource.RLIM_INFINITY else max(hard - RESERVED_FILES, 16)
 
 
+class JoinedWrites:
+    """A transport that sends the head of a response together with what is written next: one system call instead of two."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._head = transport, b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Keep ``data`` if it is the head of a final response, else send it after the head that is kept."""
+        if not self._head and data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._head = data
+        else:
+            self.flush(data)
+
+    def flush(self, data: bytes = b"") -> None:
+        """Send the head that is kept, and ``data``."""
+        head, self._head = self._head, b""
+        if head or data:
+            self._transport.write(head + data)
+
+    def close(self) -> None:
+        """Send what is kept, and close."""
+        self.flush()
+        self._transport.close()
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 connection, with limits in time and number. It answers what is no HTTP with a sentence in JSON."""
 
@@ -43,7 +71,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
-        super().connection_made(transport)
+        self.transport: Any
+        super().connection_made(cast(asyncio.Transport, JoinedWrites(transport)))
         if self.most is not None and len(self.connections) > self.most:
             self._end(503, f"The server has {self.most} connections and takes no further ones. Try again later.")
         else:
@@ -74,6 +103,11 @@ class Connection(HttpToolsProtocol):
         """A request has arrived in full."""
         self._arriving = False
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A response has been written; one to HEAD consists of its head."""
+        self.transport.flush()
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         """The client does not read as fast as the server writes."""

@@ -7,6 +7,7 @@ run resumes from the newest checkpoint whose hashes match.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -30,6 +31,7 @@ from trimtab._internal.locks import locked
 from trimtab._internal.serialization import dumps
 from trimtab.errors import StorageError, UsageError
 from trimtab.tensors.weights import in_bytes
+from trimtab.train.checkpoint.figure import Figure
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
 LOCK = ".lock"
@@ -58,23 +60,30 @@ class Checkpoints:
 
     Args:
         folder: the checkpoint folder, created by the first checkpoint.
-        keep: how many of the newest checkpoints to keep.
+        keep_last: how many of the newest checkpoints to keep.
+        keep_best: how many to keep besides, of those with the best validation.
 
     Raises:
-        UsageError: ``keep`` is below 1, or ``folder`` is no path.
+        UsageError: ``keep_last`` is below 1, ``keep_best`` below 0, or ``folder`` is no path.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
-        if keep < 1:
-            raise UsageError(f"keep is {keep}; at least one checkpoint must stay.")
-        self.folder, self.keep = path_of(folder, "checkpoint", "checkpoints"), keep
+    def __init__(self, folder: str | os.PathLike[str], *, keep_last: int = 2, keep_best: int = 0) -> None:
+        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
+            if not isinstance(value, int) or value < least:
+                raise UsageError(f"{name} is {value!r}; it is a number of checkpoints: a whole number of at least {least}.")
+        self.folder, self.keep_last, self.keep_best = path_of(folder, "checkpoint", "checkpoints"), keep_last, keep_best
+        self._figures: dict[pathlib.Path, Figure | None] = {}
+        """The figures of checkpoints that were read or written."""
         self._whole: set[pathlib.Path] = set()
         """Checkpoints known to be whole, so that their files are not hashed again."""
         self.damaged: dict[str, str] = {}
         """What is wrong with the checkpoints after the newest whole one, by name, as :meth:`newest` last found."""
 
-    def save(self, update: int, state: Mapping[str, Any]) -> pathlib.Path:
+    def save(self, update: int, state: Mapping[str, Any], figure: Figure | None = None) -> pathlib.Path:
         """Write ``state``, nested mappings and sequences of tensors and plain values, as the checkpoint after ``update``.
+
+        Args:
+            figure: what the validation of this state found, if it was validated.
 
         Returns:
             The folder of the checkpoint.
@@ -88,7 +97,7 @@ class Checkpoints:
         try:
             self._sweep()
             partial.mkdir(parents=True)
-            _write(partial, state)
+            _write(partial, state, figure)
             if place.exists():  # the resumed run has made the update again
                 os.replace(place, self.folder / f".{place.name}.old")
             os.replace(partial, place)
@@ -102,6 +111,7 @@ class Checkpoints:
                 "Make room, or give another checkpoint folder, and resume."
             ) from error
         self._whole.add(place)
+        self._figures[place] = figure
         self._sweep(place)
         return place
 
@@ -168,17 +178,23 @@ class Checkpoints:
             reason = f"none is whole ({damaged})" if damaged else "there is none"
             fix = "" if damaged else "; resume(missing_ok=True) does where there is none yet"
             raise StorageError(f"No checkpoint can be loaded from {self.folder}: {reason}. Start with fit(){fix}.")
-        facts = json.loads((place / STATE).read_text(encoding="utf-8"))
-        if facts.get("schema") != SCHEMA:
-            raise StorageError(
-                f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
-            )
-        tensors = load_file(place / TENSORS, device=str(device))
-        for key, (dtype, shape) in facts["bytes"].items():
-            tensors[key] = tensors[key].view(getattr(torch, dtype)).reshape(shape)
-        state = decode(facts["state"], tensors)
-        assert isinstance(state, dict)
-        return state
+        return read(place, device)
+
+    def figures(self) -> dict[pathlib.Path, Figure]:
+        """The whole checkpoints whose state was validated, best first; of the newest one's metric."""
+        found = {place: figure for place in self._places() if (figure := self._figure(place)) is not None}
+        first = next(iter(found.values()), None)
+        alike = {place: figure for place, figure in found.items() if first and figure.metric == first.metric}
+        sign = -1 if first is not None and first.mode == "max" else 1
+        return dict(sorted(alike.items(), key=lambda one: sign * one[1].value))
+
+    def _figure(self, place: pathlib.Path) -> Figure | None:
+        """The figure of a checkpoint, if it has one that is a number, and the checkpoint is whole."""
+        if place not in self._figures:
+            kept = None if _damage(place) else json.loads((place / STATE).read_text(encoding="utf-8")).get("figure")
+            self._figures[place] = None if kept is None else Figure(**{**kept, "value": float(kept["value"])})
+        found = self._figures[place]
+        return None if found is None or math.isnan(found.value) else found
 
     def _places(self) -> list[pathlib.Path]:
         """All checkpoint folders, newest first."""
@@ -189,18 +205,20 @@ class Checkpoints:
         return [found[number] for number in sorted(found, reverse=True)]
 
     def _sweep(self, written: pathlib.Path | None = None) -> None:
-        """Delete temporary folders of killed processes, and checkpoints older than the ``keep`` newest whole ones."""
+        """Delete temporary folders of killed processes, and whole checkpoints that are neither new nor good enough."""
         for place in self._places():
             if place.name.startswith("."):
                 os.replace(place, self.folder / f"update-{_number(place):08d}")
         for left in self.folder.glob(".update-*"):
             shutil.rmtree(left, ignore_errors=True)
         places = self._places()
-        if len(places) <= self.keep:
+        if len(places) <= self.keep_last:
             return
+        best = list(self.figures())[: self.keep_best] if self.keep_best else []
         whole = 0
         for place in places:
-            if whole >= self.keep and place != written:
+            if whole >= self.keep_last and place != written and place not in best:
+                self._figures.pop(place, None)
                 shutil.rmtree(place, ignore_errors=True)
             elif place in self._whole or not _damage(place):
                 self._whole.add(place)
@@ -234,14 +252,35 @@ def _number(place: pathlib.Path) -> int:
     return int("".join(filter(str.isdigit, place.name)))
 
 
-def _write(folder: pathlib.Path, state: Mapping[str, Any]) -> None:
+def read(place: pathlib.Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The state in the whole checkpoint ``place``, with its tensors on ``device``.
+
+    Raises:
+        StorageError: it has another schema.
+    """
+    facts = json.loads((place / STATE).read_text(encoding="utf-8"))
+    if facts.get("schema") != SCHEMA:
+        raise StorageError(
+            f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
+        )
+    tensors = load_file(place / TENSORS, device=str(device))
+    for key, (dtype, shape) in facts["bytes"].items():
+        tensors[key] = tensors[key].view(getattr(torch, dtype)).reshape(shape)
+    state = decode(facts["state"], tensors)
+    assert isinstance(state, dict)
+    return state
+
+
+def _write(folder: pathlib.Path, state: Mapping[str, Any], figure: Figure | None) -> None:
     written = Encoder()
     tree = written.encode(state)
     try:
         save_file(written.tensors, folder / TENSORS)
     except SafetensorError as error:  # safetensors has no error code for a full disk
         raise OSError(str(error)) from error
-    (folder / STATE).write_text(dumps({"schema": SCHEMA, "bytes": written.bytes, "state": tree}), encoding="utf-8")
+    kept = None if figure is None else {**dataclasses.asdict(figure), "value": str(figure.value)}  # may be infinite
+    facts = {"schema": SCHEMA, "figure": kept, "bytes": written.bytes, "state": tree}
+    (folder / STATE).write_text(dumps(facts), encoding="utf-8")
     (folder / HASHES).write_text(dumps({name: sha256(folder / name) for name in (TENSORS, STATE)}), encoding="utf-8")
     for name in (TENSORS, STATE, HASHES):
         _sync(folder / name)

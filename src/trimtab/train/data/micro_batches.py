@@ -62,6 +62,8 @@ class MicroBatcher:
         """Whether the loader had fewer batches than :meth:`begin` was to skip."""
         self.cut = False
         """Whether a signal ended the loader's workers in this epoch."""
+        self.limit: int | None = None
+        """Most batches of an epoch."""
         self._loaded = False
         """Whether :meth:`load` has set the loader's position for the next :meth:`begin`."""
         self._between = False
@@ -115,9 +117,10 @@ class MicroBatcher:
     def length(self) -> int | None:
         """Groups left in the epoch; ``None`` if the loader has no length."""
         try:
-            return -(-(len(self.batches) - self.taken) // self.accumulate)  # type: ignore[arg-type]
+            batches = len(self.batches)  # type: ignore[arg-type]
         except TypeError:
             return None
+        return -(-((batches if self.limit is None else min(batches, self.limit)) - self.taken) // self.accumulate)
 
     def missing(self) -> str | None:
         """At the end of an epoch: a sentence, once, if the loader gave fewer batches than its length."""
@@ -142,7 +145,7 @@ class MicroBatcher:
 
     def _group(self) -> list[Batch]:
         group: list[Batch] = []
-        while len(group) < self.accumulate:
+        while len(group) < self.accumulate and (self.limit is None or self.taken < self.limit):
             self.clock.enter("data")
             with _MOVING:
                 coming = next(self._running, _END)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trimtab._internal.user_code import in_worker
-from trimtab.errors import UsageError
+from trimtab.errors import NonFiniteError, UsageError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.distributed.consistency import tell
 from trimtab.train.engine import epoch, setup
@@ -34,6 +34,16 @@ def folder_held(context: RunContext) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without(context: RunContext) -> Iterator[None]:
+    """A block in which no checkpoint is written."""
+    kept, context.checkpoints = context.checkpoints, None
+    try:
+        yield
+    finally:
+        context.checkpoints = kept
+
+
 def _check_folder(context: RunContext, checkpoints: Checkpoints) -> None:
     """Refuse to start a new run in a folder with checkpoints."""
     if context.resuming is not None or context.position.update:
@@ -56,8 +66,23 @@ def save(context: RunContext, ready: Ready) -> None:
     ready.step.check()
     setup.settle(context)
     state, checkpoints = setup.state_of(context, ready), context.checkpoints
-    path = context.world.led(lambda: checkpoints.save(context.position.update, state))
+    update, figure = context.figure or (None, None)
+    if update != context.position.update:  # the validation was of other parameters
+        figure = None
+    path = context.world.led(lambda: checkpoints.save(context.position.update, state, figure))
     tell(context, Saved(update=context.position.update, epoch=context.position.epoch, path=str(path)))
+
+
+def keep_best(context: RunContext, ready: Ready) -> None:
+    """Write a checkpoint after a validation that is among the ``keep_best`` best, whenever the next one is due."""
+    checkpoints = context.checkpoints
+    if checkpoints is None or not checkpoints.keep_best or context.figure is None:
+        return
+    figure, kept = context.figure[1], list(checkpoints.figures().values())
+    better = figure.better(kept[checkpoints.keep_best - 1] if len(kept) >= checkpoints.keep_best else None)
+    if context.world.any(better and context.world.leads):  # the first process has the checkpoints
+        save(context, ready)
+        context.fit.saved_best = context.position.update
 
 
 def remark(context: RunContext, ready: Ready, steps: int | None) -> str | None:
@@ -71,18 +96,25 @@ def remark(context: RunContext, ready: Ready, steps: int | None) -> str | None:
 
 
 class Saving:
-    """A block between two updates: if it fails, a checkpoint is written first, provided that all processes can take part."""
+    """A block between two updates: if it fails, a checkpoint is written first, provided that all processes can take part.
 
-    def __init__(self, context: RunContext, ready: Ready) -> None:
-        self.context, self.ready = context, ready
+    A process that trains alone also writes one if its generator of updates is closed in the block; and in an update that has
+    not begun to change parameters. No checkpoint follows a loss that is not finite: those before it may do better.
+    """
+
+    def __init__(self, context: RunContext, ready: Ready, *, updating: bool = False) -> None:
+        self.context, self.ready, self.updating = context, ready, updating
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):
-            return
         context = self.context
+        alone = context.world.processes == 1
+        if not isinstance(error, (Exception, GeneratorExit) if alone else Exception):
+            return
+        if self.updating and not (alone and self.ready.step.intact and not isinstance(error, NonFiniteError)):
+            return
         made = context.position.update
         unsaved = context.checkpoints is not None and made and context.checkpoints.update() != made
         if context.world.heard(error) and context.world.any(bool(unsaved)):

@@ -92,7 +92,7 @@ def batches_per_update(context: RunContext, train: Iterable[Any]) -> int:
     Updates do not span epochs. All processes must call it together.
     """
     accumulate = context.settings.data.accumulate
-    counts = context.world.gathered(_batches_of(train)) if accumulate > 1 else [1]
+    counts = context.world.gathered(_of_epoch(context, train)) if accumulate > 1 else [1]
     if accumulate == 1 or None in counts:
         return accumulate
     most = max(filter(None, counts), default=1)
@@ -112,7 +112,7 @@ def updates_in_all(context: RunContext, train: Iterable[Any], epochs: int | None
     if epochs is None:
         return steps
     position, each = context.position, context.settings.data.accumulate
-    counts = context.world.gathered(_batches_of(train))
+    counts = context.world.gathered(_of_epoch(context, train))
     if None in counts:
         return None
     most = max(filter(None, counts), default=0)
@@ -125,6 +125,12 @@ def over(context: RunContext, epochs: int | None, steps: int | None) -> bool:
     position = context.position
     made = position.epoch >= epochs if epochs is not None else position.update >= (steps or 0)
     return made and not position.due
+
+
+def _of_epoch(context: RunContext, train: Iterable[Any]) -> int | None:
+    """Batches of an epoch of this process, within ``limit_train``."""
+    count, limit = _batches_of(train), context.fit.limit_train
+    return count if count is None or limit is None else min(count, limit)
 
 
 def _batches_of(train: Iterable[Any]) -> int | None:

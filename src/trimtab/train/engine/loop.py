@@ -8,8 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trimtab.train.autotune import online_tuning
 from trimtab.train.distributed import consistency
-from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.engine import checkpoint_policy, duration, epoch, setup, validation
+from trimtab.train.engine import bounds, checkpoint_policy, duration, epoch, setup, validation
 from trimtab.train.engine.step import Run, Update
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.optim import schedules
@@ -26,11 +25,12 @@ def updates(
     """The loop: epochs of updates, with a validation and a checkpoint after each epoch."""
     position = context.position
     ready = setup.ready(context, train)
+    ready.feed.limit = context.fit.limit_train
     if context.settings.adjust:
         context.watchers.append(online_tuning.adjuster(context, ready))
     step, meter = ready.step, Meter(context, ready.clock, ready.updates)
     to_come = None if ready.updates is None else ready.updates - position.update
-    schedules.check(ready.scheduler, to_come, None if held_out is None else context.early_stopping or EarlyStopping())
+    schedules.check(ready.scheduler, to_come, None if held_out is None else context.watched)
     context.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
     context.note_once(checkpoint_policy.remark(context, ready, steps))
     first, began = position.epoch, position.update
@@ -54,9 +54,10 @@ def updates(
 def _epoch(context: RunContext, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
     """The updates that are left of the epoch, and checkpoints in between; returns whether the epoch is complete."""
     feed, position, saving = ready.feed, context.position, checkpoint_policy.Saving(context, ready)
-    run = Run(context, feed, meter.count, saving)
+    run, unharmed = Run(context, feed, meter.count, saving), checkpoint_policy.Saving(context, ready, updating=True)
     for batches in epoch.rounds(context, feed, saving):
-        update = ready.step(batches, run)
+        with unharmed:
+            update = ready.step(batches, run)
         if not context.world.used:
             break
         if update.applied and not context.fit.kept:
@@ -64,7 +65,9 @@ def _epoch(context: RunContext, ready: setup.Ready, meter: Meter, steps: int | N
             setup.refuse_unkept(context, feed)
         if context.checkpoint_every is not None and position.update % context.checkpoint_every == 0:
             checkpoint_policy.save(context, ready)
-        yield update
+        bounds.over_time(context)
+        with saving:
+            yield update
         if context.world.stopping(context.ending):
             return False
         if position.update == steps:
@@ -85,13 +88,13 @@ def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out
         if context.world.heard(error):
             checkpoint_policy.save(context, ready)
         raise
-    if context.checkpoint_every is None and not context.position.due:
+    if context.checkpoint_every is None and not context.position.due and context.fit.saved_best != context.position.update:
         checkpoint_policy.save(context, ready)
 
 
 def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
     """Validate, keep the best parameters, and stop the run if the validation no longer improves."""
-    stopping, position = context.early_stopping or EarlyStopping(), context.position
+    stopping, position = context.watched, context.position
     if held_out is None:
         position.due = False
         return
@@ -109,11 +112,13 @@ def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setu
                 context.best_parameters = state_dict_versions.copied(context.model)
         else:
             position.stale += 1
+        context.figure = position.update, context.figure_of(found[stopping.metric])
         if isinstance(ready.scheduler, ReduceLROnPlateau):
             ready.scheduler.step(context.results[stopping.metric])
         # Callbacks see the parameters that were validated, which may be the average.
         consistency.tell(context, Validated(update=position.update, epoch=position.epoch, metrics=context.results, best=better))
     _stop_if_stale(context)
+    checkpoint_policy.keep_best(context, ready)
 
 
 def _stop_if_stale(context: RunContext) -> None:

@@ -19,6 +19,7 @@ from trimtab.core.settings import Settings
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError
 from trimtab.tensors.memory_format import lay_out
+from trimtab.train.checkpoint import registered
 from trimtab.train.checkpoint import resume_conflicts as given
 from trimtab.train.checkpoint.checkpoints import refuse_unsavable
 from trimtab.train.data.device_prefetch import Transfer, mover, transfer_for
@@ -65,6 +66,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     scheduler = context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
     context.options = context.options or given.options_of(context.optimizer)
     if context.resuming is not None:
+        context.note_once(registered.unclaimed(context, context.resuming.get("registered", {})))
         scheduler = context.scheduler = _load_rest(context, step, scheduler, context.resuming)
     elif context.step_state is not None:
         step.load_state_dict(context.step_state)
@@ -232,6 +234,7 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "ema_updates": None if context.ema is None else context.ema.updates,
         "best": world.whole(context.best_parameters),
         "loss": world.whole(trainable_loss.state_of(context.objective.module)),
+        "registered": registered.state_of(context),
         "position": dataclasses.asdict(context.position),
         "results": context.results,
         "taken": world.gathered(context.position.batch),  # processes with unequal shares differ
@@ -299,6 +302,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
     vars(context.position).update(state["position"])
     context.results = dict(state["results"])
     given.restore_best(context, state)
+    registered.restore(context, state.get("registered", {}))
     if len(taken := state.get("taken", ())) == world.processes:
         context.position.batch = taken[world.index]
     _share_anew(context, state["processes"])

@@ -1,25 +1,42 @@
-"""Signals that ask a run to end."""
+"""How runs end that are not at their end: by a signal, and with the process."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import inspect
 import signal
 import threading
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Generator, Iterator
+from typing import Any, TypeVar
 
 from trimtab.train.run_context import RunContext
 
+Run = TypeVar("Run", bound=Generator[Any, None, Any])
 _CHILD: signal.Signals | None = getattr(signal, "SIGCHLD", None)
+_RUNNING: list[RunContext] = []
+"""The runs of this process that have begun and not ended, in all threads; a signal ends all of them."""
 
 
 @contextlib.contextmanager
 def interruptible(context: RunContext) -> Iterator[None]:
-    """A block in which Ctrl-C and SIGTERM end the run after its update, or in validation; a second signal ends it at once."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
-        yield
-        return
-    end = _Ending(context)
+    """A block in which Ctrl-C and SIGTERM end the run after its update, or in validation; a second signal ends it at once.
+
+    A signal that reaches one run ends all runs of the process, also those in other threads, which cannot catch any.
+    """
+    _RUNNING.append(context)
+    try:
+        with _caught() if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+            yield
+    finally:
+        _RUNNING[:] = [each for each in _RUNNING if each is not context]
+
+
+@contextlib.contextmanager
+def _caught() -> Iterator[None]:
+    """A block with handlers of signals, which only the main thread may set."""
+    end = _Ending()
     for number in end.before:
         signal.signal(number, end)
     try:
@@ -34,24 +51,38 @@ def interruptible(context: RunContext) -> Iterator[None]:
 class _Ending:
     """The signal handler of one run."""
 
-    def __init__(self, context: RunContext) -> None:
-        self.context, self.over = context, False
+    def __init__(self) -> None:
+        self.over = False
         found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         self.before = {number: handler for number, handler in found.items() if handler is not None}
         """The previous handlers; a handler that was not set from Python stays."""
 
     def __call__(self, number: int, frame: object) -> None:
         for known, handler in self.before.items():
-            signal.signal(known, _lasting(known, handler))
+            signal.signal(known, _lasting(known, handler, told=True))
         if _CHILD is not None and callable(telling := signal.getsignal(_CHILD)):
             self.before[_CHILD] = telling  # torch's raises in any line if the signal also ended loader workers
             signal.signal(_CHILD, lambda *_: None)
-        self.context.fit.interrupted = True
-        self.context.stop(f"It was interrupted by {signal.Signals(number).name}.")
+        for context in list(_RUNNING):
+            context.fit.interrupted = True
+            context.stop(f"It was interrupted by {signal.Signals(number).name}.")
 
 
-def _lasting(number: signal.Signals, handler: Any) -> Any:
-    """``handler``; if it belongs to a run that is over, the one before it. Runs may end in any order."""
-    while isinstance(handler, _Ending) and handler.over:
+def _lasting(number: signal.Signals, handler: Any, *, told: bool = False) -> Any:
+    """``handler``; if it belongs to a run that is over, or was ``told`` to end, the one before it. Runs end in any order."""
+    while isinstance(handler, _Ending) and (told or handler.over):
         handler = handler.before[number]
     return handler
+
+
+def closed_at_exit(run: Run) -> Run:
+    """``run``, which is closed as the process ends, if it is still suspended: an error keeps its frame until it is too late."""
+    known = weakref.ref(run, lambda _: atexit.unregister(close))
+
+    def close() -> None:
+        found = known()
+        if found is not None and inspect.getgeneratorstate(found) != inspect.GEN_RUNNING:
+            found.close()
+
+    atexit.register(close)
+    return run

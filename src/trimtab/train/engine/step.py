@@ -21,6 +21,7 @@ from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
 from trimtab.train.optim import schedules
+from trimtab.train.optim.clipping import clip_values
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.async_scalar import AsyncScalar
 from trimtab.train.runtime.memory_errors import final, out_of_memory, stopped
@@ -177,6 +178,8 @@ class Step:
         world.meet(optimizer)
         self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
         self._typical: float | None = None
+        self.intact = True
+        """Whether parameters and optimizer are as the last whole update left them."""
         self._unread: Update | None = None
         self._verdict = AsyncScalar()
         self._norm_every, self._made = norm_every, 0
@@ -226,9 +229,11 @@ class Step:
                 check = norm
                 if check is None:
                     check = loss if settings.optimizer.nonfinite == "ignore" else world.total(grads)
+                clip_values(grads, settings.optimizer.clip_value)
                 update = self._checked(Update(loss, check, norm, applied=True))
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
+                    self.intact = False
                     with _UPDATING:
                         self.scaler.step(self.optimizer)
                 elif found.statistics is not None:
@@ -251,6 +256,7 @@ class Step:
         position.batch, position.update = run.feed.taken, position.update + 1
         position.skipped += not update.applied
         # Notes and events come last, because callbacks look at the state after the update.
+        self.intact = True
         with run.saving:
             for remark in remarks:
                 context.note_once(remark)

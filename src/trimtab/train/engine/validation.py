@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ def checked(context: RunContext, held_out: Iterable[Batch] | None) -> Iterable[B
         if stopping is not None or metrics:
             asking = "EarlyStopping goes" if stopping is not None else f"metrics={{{', '.join(map(repr, metrics))}}} go"
             raise UsageError(f"{asking} by the validation, and there is none. Give fit(train, validate, ...).")
+        if context.checkpoints is not None and context.checkpoints.keep_best:
+            raise UsageError("keep_best goes by the validation, and there is none. Give fit(train, validate, ...).")
         return None
     if stopping is not None and stopping.metric not in (names := ("loss", *metrics)):
         raise UsageError(
@@ -89,10 +92,10 @@ def validate(
     if isinstance(batches, Seekable):  # every validation sees the same batches, also after a resumption
         batches.seek(0, 0)
     try:
-        with _evaluating(context.model, objective.module), world.together():
+        with evaluating(context.model, objective.module), world.together():
             figures = Figures(context.metrics)
             # The plain model is called, so only a sharded model needs all processes at once.
-            read = _read(batches, cut)
+            read = itertools.islice(_read(batches, cut), context.fit.limit_validate)
             for batch in world.rounds(read, None) if world.shared else read:  # may be cut off: no length
                 if world.shared and world.any(cut()):
                     break
@@ -154,7 +157,7 @@ class _Answers:
 
 
 @contextlib.contextmanager
-def _evaluating(*modules: nn.Module | None) -> Iterator[None]:
+def evaluating(*modules: nn.Module | None) -> Iterator[None]:
     """A block with ``modules`` in evaluation mode; every module inside them gets its mode back."""
     roots = [(module, module.training) for module in modules if module is not None]
     modes = [(inner, inner.training) for module, _ in roots for inner in module.modules()]

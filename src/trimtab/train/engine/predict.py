@@ -1,0 +1,81 @@
+"""``Trainer.predict``: the model's outputs for batches."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trimtab.core.workload import user_code
+from trimtab.errors import WorkloadError
+from trimtab.tensors.batch_axis import BatchAxis, concatenate
+from trimtab.tensors.structure import map_tensors
+from trimtab.train.autotune import auto_settings
+from trimtab.train.data.loader_position import Seekable
+from trimtab.train.data.micro_batches import check_loader
+from trimtab.train.engine import setup, validation
+from trimtab.train.engine.step import Step
+from trimtab.train.loss.adapter import Batch, call, is_pair
+from trimtab.train.run_context import RunContext
+from trimtab.train.runtime.step_clock import HostClock
+from trimtab.train.runtime.torch_settings import running
+
+_READING, _MODEL = user_code("The loader raised"), user_code("In predict() the model raised")
+
+
+@torch.no_grad()
+def outputs(context: RunContext, batches: Iterable[Batch], *, limit: int | None, joined: bool) -> Any:
+    """The outputs of the current model for ``batches``, on the CPU; every process goes through all of them.
+
+    Raises:
+        UsageError: ``batches`` is no loader.
+        WorkloadError: the model or the loader failed, there is no batch, or the outputs cannot be joined.
+    """
+    check_loader(batches, "predict")
+    settings, model = context.settings, context.model
+    settings = settings.replaced({name: auto_settings.OFF[name] for name in auto_settings.undecided(settings)})
+    step = Step(model, context.objective, context.optimizer, settings, context.world, HostClock())
+    move = setup.laid_out(model, settings, context.device)
+    if isinstance(batches, Seekable):
+        batches.seek(0, 0)
+    shown = context.shown.during() if context.resuming is not None else contextlib.nullcontext()
+    found: list[Any] = []
+    with running(settings), shown, validation.evaluating(model):
+        with _READING:
+            reading = iter(batches)
+        for batch in itertools.islice(_read(reading), limit):
+            moved = move(batch)
+            inputs = moved[0] if is_pair(moved) else moved
+            with step.precision(), _MODEL:
+                answer = model(**inputs) if isinstance(inputs, Mapping) else call(model, inputs)
+            found.append(map_tensors(answer, lambda tensor: tensor.detach().cpu()))
+    context.world.rest()
+    if not found:
+        raise WorkloadError("predict() got no batch. Check that the loader has data and can be gone through again.")
+    return _joined(found) if joined else found
+
+
+def _read(reading: Any) -> Iterable[Batch]:
+    end = object()
+    while True:
+        with _READING:
+            batch = next(reading, end)
+        if batch is end:
+            return
+        yield batch
+
+
+def _joined(found: list[Any]) -> Any:
+    """The outputs of all batches as those of one."""
+    if len(found) == 1:
+        return found[0]
+    try:
+        return concatenate(found, [BatchAxis.of(each).is_column for each in found])
+    except (WorkloadError, RuntimeError) as error:
+        raise WorkloadError(
+            f"The outputs of {len(found)} batches cannot be joined: {error} Give predict(..., joined=False) for a list with an "
+            "item per batch."
+        ) from error
