@@ -185,7 +185,7 @@ def test_no_public_name_brings_a_compiler_or_an_optional_runtime() -> None:
 
 UNCHANGED = """
 import json, logging, os, random, signal, threading, warnings
-import cloudpickle, numpy, optuna, psutil, rich.console, safetensors.torch, torch, typer  # what they do at import is theirs
+import cloudpickle, numpy, optuna, psutil, safetensors.torch, torch, typer  # what they do at import is theirs
 
 def state():
     return {

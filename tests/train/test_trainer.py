@@ -24,7 +24,17 @@ from trimtab.errors import NonFiniteError, TrimtabError, UsageError, WorkloadErr
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.schedules import cosine, linear, one_cycle
 from trimtab.train.runtime.step_clock import PHASES
-from trimtab.train.telemetry.events import Ended, Event, JsonLines, Progressed, Saved, TensorBoard, Validated
+from trimtab.train.telemetry.events import (
+    Ended,
+    EpochEnded,
+    EpochStarted,
+    Event,
+    JsonLines,
+    Progressed,
+    Saved,
+    TensorBoard,
+    Validated,
+)
 
 Batch = list[torch.Tensor]
 
@@ -55,6 +65,27 @@ def dataset(count: int = 96) -> TensorDataset:
 def loader(count: int = 96, **options: Any) -> DataLoader[Any]:
     """Shuffled batches of 16."""
     return DataLoader(dataset(count), **{"batch_size": 16, "shuffle": True, **options})
+
+
+class Returning(nn.Module):
+    """Returns something else than its logits."""
+
+    def __init__(self, what: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(8, 3), what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what(self.layer(x))
+
+
+class OwnTrain(nn.Linear):
+    """Has a method ``train`` that is no switch."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+
+    def train(self, epochs=10):  # type: ignore[no-untyped-def, override]
+        raise AssertionError(epochs)
 
 
 def trainer(network: nn.Module | None = None, **options: Any) -> Trainer:
@@ -104,9 +135,10 @@ def test_events_tell_what_happened(tmp_path: pathlib.Path) -> None:
     )
     summary = made.fit(loader(), loader(shuffle=False), epochs=2)
     kinds = [type(event) for event in events]
-    assert kinds == [Progressed, Progressed, Validated, Saved] * 2 + [Ended]
-    assert [event.update for event in events] == [4, 6, 6, 6, 10, 12, 12, 12, 12]
-    first = events[0]
+    closing = [EpochEnded, Validated, Saved]
+    assert kinds == [EpochStarted, Progressed, *closing, EpochStarted, Progressed, Progressed, *closing, Ended]
+    assert [event.update for event in events] == [0, 4, 6, 6, 6, 6, 8, 12, 12, 12, 12, 12]
+    first = events[1]
     assert isinstance(first, Progressed)
     assert first.updates == 12
     assert first.loss > 0
@@ -447,9 +479,7 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("optimizer function that fails", WorkloadError, lambda: trainer(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)),
      r"called with a list of the parameters, raised: ValueError: Invalid learning rate: -1\.0 \(.*test_trainer\.py, line"),
     ("several optimizers", UsageError, lambda: trainer(optimizer=[torch.optim.SGD(nn.Linear(1, 1).parameters())]),
-     r"optimizer is a list; give one of .* Several are one whose step\(\) makes theirs, and whose param_groups are theirs"),
-    ("LBFGS", UsageError, lambda: trainer(optimizer=torch.optim.LBFGS),
-     r"LBFGS calls the model several times per update, which this loop does not do"),
+     r"optimizer is a list; give one of .* Several have names: .* The page docs/training-loops\.md shows several optimizers"),
     ("unknown device", UsageError, lambda: trainer(settings=Settings(device="abacus")),
      r"Settings device is 'abacus', which cannot be used here: "),
     ("no length", UsageError, lambda: trainer().fit(loader()), r"takes epochs=\.\.\. or steps=\.\.\.; neither were given\."),
@@ -466,6 +496,21 @@ BAD: list[tuple[str, type[TrimtabError], Callable[[], object], str]] = [
     ("answer with a loss", WorkloadError,
      lambda: trainer(loss=lambda model, batch: {"loss": model(batch[0]).sum()}).fit(loader(), epochs=1),
      r"The loss is a dict, but a tensor with one number is needed\. Return the loss that is in it alone: answer\['loss'\], or"),
+    ("outputs in a tuple", WorkloadError, lambda: trainer(Returning(lambda x: (x, x))).fit(loader(), epochs=1),
+     r"The model returned a tuple of 2: Tensor of shape \(16, 3\), .*, and CrossEntropyLoss was given all of it\. Give it the "
+     r"part that it compares: loss=lambda outputs, targets: loss\(outputs\[0\], targets\)\. It raised TypeError"),
+    ("outputs in a dict", WorkloadError, lambda: trainer(Returning(lambda x: {"logits": x})).fit(loader(), epochs=1),
+     r"The model returned a dict with 'logits', .* loss\(outputs\['logits'\], targets\)"),
+    ("logits and loss", WorkloadError, lambda: trainer(Returning(lambda x: (x, x.mean()))).fit(loader(), epochs=1),
+     r"number 1 of it looks like a loss that it computed\. Use that: loss=lambda model, batch: model\(\*batch\)\[1\]\."),
+    ("logits and loss from the loss", WorkloadError,
+     lambda: trainer(Returning(lambda x: (x, x.mean())), loss=lambda model, batch: model(batch[0])).fit(loader(), epochs=1),
+     r"The loss returned a tensor of shape \(16, 3\) and a scalar, as models do that return \(logits, loss\)\. Return the"),
+    ("logits and loss without a loss", WorkloadError,
+     lambda: trainer(Returning(lambda x: (x, x.mean())), loss=None).fit([{"x": torch.zeros(4, 8)}], epochs=1),
+     r"an answer with a 'loss' in it is needed\. Take the one that it computed: loss=lambda model, batch: model\(\*\*batch"),
+    ("a train() of its own", UsageError, lambda: trainer(nn.Sequential(OwnTrain())),
+     r"OwnTrain\.train \(model\.0\) is a method of its own, train\(epochs=10\), .* Give the method another name, such as"),
     ("loss of a batch alone", UsageError, lambda: trainer(loss=lambda batch: batch),
      r"does not take two arguments: too many positional arguments\. A loss is called as loss\(outputs, targets\), but"),
     ("no own loss", WorkloadError, lambda: trainer(loss=None).fit(loader(), epochs=1),

@@ -8,5 +8,18 @@ from trimtab.train.data.memory_mapped import MappedTensors
 from trimtab.train.data.worker_tuning import tune_loader
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.distillation import Distillation
+from trimtab.train.loss.manual_run import ManualRun
+from trimtab.train.telemetry.log import log
 
-__all__ = ["Collate", "Distillation", "EarlyStopping", "Loader", "MappedTensors", "find_batch", "tune_loader", "weights"]
+__all__ = [
+    "Collate",
+    "Distillation",
+    "EarlyStopping",
+    "Loader",
+    "ManualRun",
+    "MappedTensors",
+    "find_batch",
+    "log",
+    "tune_loader",
+    "weights",
+]

@@ -15,12 +15,14 @@ from trimtab.core.settings import Settings
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.figure import Figure
 from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.engine.hooks import Hooks
 from trimtab.train.loss.adapter import LossAdapter
 from trimtab.train.optim.ema import Ema, EvalWeights
 from trimtab.train.optim.schedules import Schedule
 from trimtab.train.runtime.train_modes import Modes
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Callback, Event, Remarked
+from trimtab.train.telemetry.log import Log
 from trimtab.train.telemetry.metrics import Metric
 
 
@@ -42,6 +44,8 @@ class Position:
     """Updates that were not applied, because loss or gradient was not finite."""
     due: bool = False
     """Whether the last epoch is complete and its validation is not."""
+    validated: int | None = None
+    """The number of updates before the last complete validation."""
 
 
 @dataclasses.dataclass
@@ -52,6 +56,8 @@ class FitState:
     """The :class:`~trimtab.train.engine.memory_plan.MemoryPlan` of the call."""
     planned: int | None = None
     """Updates in all at the end of the call, if known."""
+    epochs: int | None = None
+    """Epochs in all at the end of the call, if it was given these."""
     goes_on: bool = False
     """Whether it was given the iterator that the last call began to read; until its first epoch begins."""
     kept: bool = False
@@ -89,17 +95,22 @@ class RunContext:
     schedule: Schedule | LRScheduler | None
     checkpoints: Checkpoints | None
     checkpoint_every: int | None
+    validate_every: int | None
     log_every: int
     callbacks: list[Callback]
     metrics: Mapping[str, Metric]
     ema: Ema | None
     modes: Modes
     shown: EvalWeights
+    hooks: Hooks
+    """Functions of the user that every process calls at fixed points of an update."""
     tell: Callable[[Event], None]
     """Calls the callbacks of the user with an event."""
     watchers: list[Callable[[RunContext, Event], None]] = dataclasses.field(default_factory=list)
     """trimtab's own callbacks during a run; every process calls its own."""
     position: Position = dataclasses.field(default_factory=Position)
+    log: Log = dataclasses.field(default_factory=Log)
+    """Figures that :func:`trimtab.train.log` was given since the last event."""
     notes: list[str] = dataclasses.field(default_factory=list)
     decided: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The values chosen for settings that were ``"auto"``, by name."""

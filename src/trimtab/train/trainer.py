@@ -28,12 +28,14 @@ from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.engine import best_weights, checkpoint_policy, duration, loop, predict, setup, validation
 from trimtab.train.engine import evaluate as held_out
 from trimtab.train.engine.bounds import Bounds
+from trimtab.train.engine.hooks import Hook, Hooks
 from trimtab.train.engine.memory_plan import MemoryPlan
 from trimtab.train.engine.signals import closed_at_exit, interruptible
 from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.optim import schedules
 from trimtab.train.optim.ema import Ema, EvalWeights
+from trimtab.train.optim.optimizer_dict import named
 from trimtab.train.optim.optimizer_state import OptimizerModes
 from trimtab.train.optim.schedules import Schedule
 from trimtab.train.run_context import FitState, Position, RunContext
@@ -45,6 +47,9 @@ from trimtab.train.telemetry import events, progress
 from trimtab.train.telemetry.events import Callback, Event
 from trimtab.train.telemetry.metrics import Metric, checked_metrics
 from trimtab.train.telemetry.summary import Summary
+
+OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+"""An optimizer, or a function that makes it from the parameters."""
 
 
 class Trainer:
@@ -69,26 +74,35 @@ class Trainer:
         model: trained in place.
         loss: ``loss(outputs, targets)`` for batches of ``(inputs, targets)``; or a function whose first parameter is called
             ``model``, ``loss(model, batch)``, which returns the mean or ``(mean, weight)``; ``None`` if the model computes its
-            loss. A loss is a scalar tensor.
+            loss. A loss is a scalar tensor. A function whose first parameter is called ``run``,
+            ``step(run, batch)``, makes the backward passes and steps itself, through a
+            :class:`~trimtab.train.loss.manual_run.ManualRun`.
         optimizer: over the parameters of the model, and of the loss if it has some; or a function of these that makes it.
+            Several by name: ``{"generator": Adam, "critic": Adam}``; a function gets the parameters of the part of the model
+            with that name.
         settings: precision, accumulation, memory and the like; values that are ``"auto"`` are chosen by measurement when
             :meth:`fit` begins.
         schedule: ``schedule(optimizer, updates)`` -> one of torch's schedulers, such as
-            :func:`~trimtab.train.optim.schedules.one_cycle`; or a scheduler itself. Stepped once per update;
-            ``ReduceLROnPlateau`` after each validation, with the figure that ``early_stopping`` watches.
+            :func:`~trimtab.train.optim.schedules.one_cycle`; or a scheduler itself; or schedules by the name of their
+            optimizer. Stepped once per update; ``ReduceLROnPlateau`` after each validation, with the figure that
+            ``early_stopping`` watches.
         early_stopping: ends the run when the validation no longer improves.
         checkpoint: folder for checkpoints.
-        checkpoint_every: updates between two checkpoints; by default one is written after each epoch. The last update always
-            gets one.
+        checkpoint_every: updates between two checkpoints; by default one is written after each epoch and each validation. The
+            last update always gets one.
+        validate_every: updates between two validations; by default there is one after each epoch. The last update gets one too,
+            unless the run is stopped.
         keep_last: how many of the newest checkpoints to keep.
         keep_best: how many checkpoints to keep besides, of those with the best validation: by the figure that
             ``early_stopping`` watches, else the loss. Each is written right after its validation.
         callbacks: called as ``callback(trainer, event)`` with each event.
+        hooks: functions that every process calls in each update, by the names in
+            :data:`~trimtab.train.engine.hooks.POINTS`, such as ``{"after_backward": lambda trainer: ...}``.
         metrics: by name. Either ``metric(outputs, targets)`` -> one value per example, shape ``(n,)``, whose mean is reported;
             or an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as in torchmetrics. If the model
             computes its loss, a metric gets the model's whole output and the whole batch.
-        ema: decay of an exponential moving average of the parameters, between 0 and 1. The average is validated, and is what
-            the model holds at the end.
+        ema: decay of an exponential moving average of the parameters, between 0 and 1; or decays by the name of a part of the
+            model. The average is validated, and is what the model holds at the end.
         log_every: updates between two :class:`~trimtab.train.telemetry.events.Progressed`.
         progress: whether progress is shown on standard error: as a live line in a terminal, else as lines of text. By default
             only in a terminal.
@@ -105,22 +119,24 @@ class Trainer:
         model: nn.Module,
         *,
         loss: Callable[..., Any] | None = None,
-        optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+        optimizer: OptimizerLike | Mapping[str, OptimizerLike],
         settings: Settings = Settings(),
-        schedule: Schedule | LRScheduler | None = None,
+        schedule: Schedule | LRScheduler | Mapping[str, Schedule] | None = None,
         early_stopping: EarlyStopping | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
+        validate_every: int | None = None,
         keep_last: int = 2,
         keep_best: int = 0,
         callbacks: Sequence[Callback] = (),
+        hooks: Mapping[str, Hook] | None = None,
         metrics: Mapping[str, Metric] | None = None,
-        ema: float | None = None,
+        ema: float | Mapping[str, float] | None = None,
         log_every: int = 50,
         progress: bool | None = None,
         world: World | None = None,
     ) -> None:
-        duration.check_counts(checkpoint_every=checkpoint_every, log_every=log_every)
+        duration.check_counts(checkpoint_every=checkpoint_every, validate_every=validate_every, log_every=log_every)
         schedules.check_given(schedule)
         if keep_best and checkpoint is None:
             raise UsageError(f"keep_best is {keep_best}, and there is no folder for checkpoints. Give checkpoint='folder'.")
@@ -134,6 +150,9 @@ class Trainer:
         world.place(model, settings)
         objective = LossAdapter(setup.loss_on(loss, device))
         made = setup.optimizer_for(model, optimizer, objective.module, processes=world.processes)
+        objective.optimizers = named(made)
+        setup.check_manual(objective, settings, world)
+        setup.check_closure(made, settings)
         average = None if ema is None else Ema(model, ema)
         self.context = RunContext(
             model=model,
@@ -143,15 +162,17 @@ class Trainer:
             objective=objective,
             optimizer=made,
             early_stopping=early_stopping,
-            schedule=schedule,
+            schedule=schedules.by_name(schedule, made),
             checkpoints=None if checkpoint is None else Checkpoints(checkpoint, keep_last=keep_last, keep_best=keep_best),
             checkpoint_every=checkpoint_every,
+            validate_every=validate_every,
             log_every=log_every,
             callbacks=events.checked(callbacks),
             metrics=checked_metrics(metrics),
             ema=average,
             modes=Modes(model),
             shown=EvalWeights(model, average, OptimizerModes(model, made)),
+            hooks=Hooks(hooks, weakref.ref(self)),
             tell=_telling(self),
         )
         """State of the run; passed to modules that drive it in place of the Trainer."""
@@ -326,7 +347,7 @@ class Trainer:
         if validate is not None:
             check_loader(validate, "validate")
         consistency.refuse_differences(self.context, validated=validate is not None, epochs=epochs, steps=steps)
-        self.context.fit = run = FitState(MemoryPlan(self.context))
+        self.context.fit = run = FitState(MemoryPlan(self.context), epochs=epochs)
         saved = checkpoint_policy.without(self.context) if bounds.fast_dev_run else checkpoint_policy.folder_held(self.context)
         with saved, interruptible(self.context), telling_stops():
             last, given, train = self._last, train, self.context.world.share(train, "train")
@@ -347,7 +368,7 @@ class Trainer:
                 run.planned = duration.updates_in_all(self.context, train, epochs, steps)
                 train = auto_settings.decide(self.context, train, run.planned)
                 self._last = (given, train)
-                with running(self.context.settings), run.memory_plan:
+                with running(self.context.settings), run.memory_plan, self.context.log.open():
                     return (yield from loop.updates(self.context, train, validate, epochs, steps))
 
     @checked_call("Trainer.resume")

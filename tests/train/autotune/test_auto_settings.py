@@ -363,6 +363,8 @@ def test_the_share_of_the_peak_counts_forward_and_backward(tmp_path: pathlib.Pat
     assert flops_share(made.context, batches(1), 1e6)[0] == pytest.approx(per_example * 1e6 / 10e9)
     assert all(torch.equal(value, before[name]) for name, value in made.model.state_dict().items())
     assert all(parameter.grad is None for parameter in made.model.parameters())
+    assert made.fit(batches(4), epochs=1).flops_share is None  # counting would call the loss, which nothing has asked for
+    made = trainer(made.model, Settings(threads=1, optimizer=OptimizerSettings(implementation="auto")))
     summary = made.fit(batches(4), epochs=1)
     assert summary.flops_share is not None
     assert summary.flops_share > 0
@@ -409,6 +411,11 @@ def test_a_live_line_in_a_terminal() -> None:
     with progress.shown(made.context, None, Console(file=file, force_terminal=True, width=200)):
         made.position.update = 4
         made.context.emit(figures(4))
+        made.context.fit.epochs, made.position.epoch = 5, 4
+        view = made.context.watchers[0]
+        assert str(view.line()).startswith("epoch 5 of 5 · ")  # type: ignore[attr-defined]
+        made.position.epoch = 5  # complete, as a run that is resumed after its last epoch
+        assert str(view.line()).startswith("epoch 5 of 5 · ")  # type: ignore[attr-defined]
     assert "epoch 1 · update 4 of 6 · loss 0.5 · 8 examples/s · forward 60%, backward 35%" in file.getvalue()
 
 

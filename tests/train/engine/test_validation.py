@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from _runs import DATA, EPOCH, LOADERS_THAT_END, Line, loader, trainer
+from _runs import DATA, EPOCH, LOADERS_THAT_END, Drawing, Line, loader, trainer
 from trimtab import Trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.telemetry.events import Event, Progressed, Validated
+from trimtab.train.telemetry.events import EpochEnded, Event, Validated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -233,7 +233,7 @@ def test_a_signal_that_ends_the_workers_of_the_validation_cuts_it_off(make: Call
     assert torch.equal(made.model.layer.weight, found["ema"]["layer.weight"])  # what the user has is the average
 
 
-@pytest.mark.parametrize("kind", [Progressed, Validated])
+@pytest.mark.parametrize("kind", [EpochEnded, Validated])
 def test_a_callback_that_fails_at_the_end_of_an_epoch_does_not_cost_it(kind: type[Event], tmp_path: pathlib.Path) -> None:
     def fail(_: Trainer, event: Event) -> None:
         if isinstance(event, kind):
@@ -255,7 +255,7 @@ def test_a_callback_that_fails_at_the_end_of_an_epoch_does_not_cost_it(kind: typ
 
 def test_a_stop_that_a_callback_asks_for_leaves_the_validation_whole() -> None:
     def stop(made: Trainer, event: Event) -> None:
-        if isinstance(event, Progressed):
+        if isinstance(event, EpochEnded):
             made.stop("enough")
 
     found = validations(made := trainer(callbacks=[stop]))
@@ -365,3 +365,50 @@ def test_a_validation_calls_the_model_no_more_often_for_more_metrics(loss: Any, 
     wanted = {"loss": (error := (outputs - DATA.tensors[1]).square().mean()), "error": error, "mean": outputs.mean()}
     wanted["far"] = ((outputs - DATA.tensors[1]).abs() > 1).double().mean()
     assert found == pytest.approx({name: float(value) for name, value in wanted.items()}, rel=1e-5)
+
+
+def plateau(optimizer: torch.optim.Optimizer, _: int) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
+
+
+def test_a_run_validates_every_so_many_updates_and_resumes(tmp_path: pathlib.Path) -> None:
+    """Three epochs of eight updates, validated after 5, 10, 15, 20 and at the end; the plateau and the best follow them."""
+
+    def made(folder: pathlib.Path | None = None, **options: Any) -> tuple[Trainer, list[int]]:
+        seen: list[int] = []
+        stopping = EarlyStopping(patience=9)
+        run = trainer(Drawing, validate_every=5, early_stopping=stopping, schedule=plateau, checkpoint=folder, **options)
+        run.context.callbacks.append(lambda _, event: seen.append(event.update) if isinstance(event, Validated) else None)
+        return run, seen
+
+    whole, seen = made()
+    summary = whole.fit(loader(), loader(), epochs=3)
+    assert (seen, summary.updates) == ([5, 10, 15, 20, 24], 24)
+    assert whole.optimizer.param_groups[0]["lr"] < 0.01
+    assert summary.best == pytest.approx(min(summary.best or 0.0, summary.metrics["loss"]))
+
+    killed, _ = made(tmp_path)
+    updates = killed.updates(loader(), loader(), epochs=3)
+    for _ in range(13):
+        next(updates)
+    updates.close()
+    assert [saved.name for saved in sorted(tmp_path.glob("update-*"))] == ["update-00000010", "update-00000013"]
+    again, later = made(tmp_path)
+    again.resume().fit(loader(), loader(), epochs=3)
+    assert later == seen[2:]
+    assert torch.equal(again.model.layer.weight, whole.model.layer.weight)  # type: ignore[union-attr, arg-type]
+
+    with pytest.raises(UsageError, match="validate_every goes by the validation, and there is none"):
+        trainer(validate_every=5).fit(loader(), epochs=1)
+    notes = trainer().fit(loader(), loader(), steps=7).notes
+    assert "Nothing will be validated: the run has 7 updates to come, and its epoch ends after 8." in "".join(notes)
+    notes = trainer().fit(Endless(), loader(), steps=2).notes
+    assert "validates after each epoch, and nothing tells how long an epoch of the loader is" in "".join(notes)
+
+
+class Endless:
+    """A loader without a length."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield DATA.tensors[0][:4], DATA.tensors[1][:4]

@@ -73,7 +73,7 @@ class ShadowRun:
         stand_still(optimizer)
         with running(settings):
             move = setup.laid_out(self.model, settings, context.device)
-            self.step = setup.step_for(settings)(self.model, objective, optimizer, settings, World(), HostClock())
+            self.step = setup.step_for(settings, objective)(self.model, objective, optimizer, settings, World(), HostClock())
             if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
                 use_kernels(optimizer, settings.optimizer.implementation)
             self.feed = setup.feed_for(batches, settings, HostClock(), move)

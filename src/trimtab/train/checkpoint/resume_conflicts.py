@@ -57,7 +57,7 @@ def check_kinds(settings: object, early_stopping: object, metrics: object, ema: 
         ("settings", settings, Settings, "trimtab.Settings, such as Settings(threads=2)"),
         ("early_stopping", early_stopping, EarlyStopping | None, "trimtab.train.EarlyStopping, or leave it out"),
         ("metrics", metrics, Mapping | None, "functions by name, such as {'accuracy': accuracy}"),
-        ("ema", ema, int | float | None, "a number, such as 0.999"),
+        ("ema", ema, int | float | Mapping | None, "a number, such as 0.999"),
         ("world", world, World | None, "what trimtab.train.distributed.launch.join() returns, or leave it out"),
     ):
         if not isinstance(value, kinds):

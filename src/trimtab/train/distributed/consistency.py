@@ -30,6 +30,7 @@ def refuse_differences(context: RunContext, *, validated: bool, epochs: int | No
         "resume()": "called" if context.resuming is not None else "not called",
         "override": sorted(context.override.items()),
         "checkpoint_every": context.checkpoint_every,
+        "validate_every": context.validate_every,
         "log_every": context.log_every,
         "early_stopping": context.early_stopping,
         "metrics": sorted(context.metrics),

@@ -115,6 +115,16 @@ def close(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
             _set_random_of(context, feed.batches, before)
 
 
+@contextlib.contextmanager
+def untouched(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
+    """A block after which all random generators are as before."""
+    before = random_of(context, feed.batches)
+    try:
+        yield
+    finally:
+        _set_random_of(context, feed.batches, before)
+
+
 def random_of(context: RunContext, batches: Iterable[Any]) -> dict[str, Any]:
     """The states of all random generators: global ones, and those in the loader ``batches``, the model and the loss."""
     return {**random_state(), "loader": states_of(_generators(context, batches)), "workers": has_workers(batches)}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from trimtab.train.autotune import online_tuning
 from trimtab.train.distributed import consistency
-from trimtab.train.engine import bounds, checkpoint_policy, duration, epoch, setup, validation
+from trimtab.train.engine import bounds, checkpoint_policy, duration, epoch, setup, validation, validation_policy
 from trimtab.train.engine.step import Run, Update
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.optim import schedules
+from trimtab.train.optim.optimizer_dict import plateaus
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import state_dict_versions
-from trimtab.train.telemetry.events import Ended, Validated
+from trimtab.train.telemetry.events import Ended, EpochEnded, EpochStarted, Validated
+from trimtab.train.telemetry.log import means
 from trimtab.train.telemetry.meter import Meter
 from trimtab.train.telemetry.summary import Summary
 
@@ -33,29 +33,38 @@ def updates(
     schedules.check(ready.scheduler, to_come, None if held_out is None else context.watched)
     context.note_once(schedules.remark(ready.scheduler, ready.updates, ready.feed.length()))
     context.note_once(checkpoint_policy.remark(context, ready, steps))
-    first, began = position.epoch, position.update
+    if held_out is not None:
+        context.note_once(validation_policy.remark(context, ready.feed.length(), to_come))
     _stop_if_stale(context)  # a resumed run may have ended by it
     while not context.world.any(context.ending) and not duration.over(context, epochs, steps):
         if not position.due:
             context.modes.follow()
             context.modes.train()
             epoch.begin(context, ready.feed)
-            if not (yield from _epoch(context, ready, meter, steps)):
+            if not position.batch:
+                consistency.tell(context, EpochStarted(update=position.update, epoch=position.epoch))
+            if not (yield from _epoch(context, ready, meter, steps, held_out)):
                 continue
             position.epoch, position.batch, position.due = position.epoch + 1, 0, True
         _close_epoch(context, ready, meter, held_out)
     step.check()
     meter.report()
-    if held_out is not None and position.epoch == first and position.update > began and not context.ending:
-        context.note("No epoch came to its end, so nothing was validated; give more steps, or epochs.")
+    if validation_policy.last(context) and not context.world.any(context.ending):
+        _validate_within(context, ready, meter, held_out)
     return _finish(context, ready, meter, epochs, steps)
 
 
-def _epoch(context: RunContext, ready: setup.Ready, meter: Meter, steps: int | None) -> Generator[Update, None, bool]:
+def _epoch(
+    context: RunContext, ready: setup.Ready, meter: Meter, steps: int | None, held_out: Iterable[Batch] | None
+) -> Generator[Update, None, bool]:
     """The updates that are left of the epoch, and checkpoints in between; returns whether the epoch is complete."""
     feed, position, saving = ready.feed, context.position, checkpoint_policy.Saving(context, ready)
     run, unharmed = Run(context, feed, meter.count, saving), checkpoint_policy.Saving(context, ready, updating=True)
+    if validation_policy.due(context):  # the run before was interrupted in it
+        with saving:
+            _validate_within(context, ready, meter, held_out)
     for batches in epoch.rounds(context, feed, saving):
+        context.log.current()
         with unharmed:
             update = ready.step(batches, run)
         if not context.world.used:
@@ -63,7 +72,11 @@ def _epoch(context: RunContext, ready: setup.Ready, meter: Meter, steps: int | N
         if update.applied and not context.fit.kept:
             context.fit.kept = True
             setup.refuse_unkept(context, feed)
-        if context.checkpoint_every is not None and position.update % context.checkpoint_every == 0:
+        if validates := validation_policy.due(context):
+            with saving:
+                _validate_within(context, ready, meter, held_out)
+        every, saved = context.checkpoint_every, context.fit.saved_best == position.update
+        if not saved and (validates if every is None else position.update % every == 0):
             checkpoint_policy.save(context, ready)
         bounds.over_time(context)
         with saving:
@@ -79,17 +92,29 @@ def _epoch(context: RunContext, ready: setup.Ready, meter: Meter, steps: int | N
 
 
 def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
-    """End an epoch: report, validate, save a checkpoint. If this fails, a checkpoint keeps the epoch."""
+    """End an epoch: validate, save a checkpoint. If this fails, a checkpoint keeps the epoch."""
     try:
         with epoch.close(context, ready.feed):
-            meter.report()
-            _validate(context, held_out, ready)
+            consistency.tell(context, EpochEnded(update=context.position.update, epoch=context.position.epoch - 1))
+            if context.validate_every is None:
+                with meter.apart():
+                    _validate(context, held_out, ready)
+                    checkpoint_policy.keep_best(context, ready)
+            else:
+                context.position.due = False
     except Exception as error:
         if context.world.heard(error):
             checkpoint_policy.save(context, ready)
         raise
     if context.checkpoint_every is None and not context.position.due and context.fit.saved_best != context.position.update:
         checkpoint_policy.save(context, ready)
+
+
+def _validate_within(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
+    """Validate between two updates of an epoch; random generators are as before, whether it comes to its end or not."""
+    with meter.apart(), epoch.untouched(context, ready.feed):
+        _validate(context, held_out, ready)
+    checkpoint_policy.keep_best(context, ready)
 
 
 def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
@@ -100,11 +125,13 @@ def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setu
         return
     setup.settle(context)
     with context.shown.during():
-        found = validation.validate(context, held_out, ready.step, ready.move, lambda: context.fit.interrupted)
+        context.log.current()
+        with context.log.apart() as log:
+            found = validation.validate(context, held_out, ready.step, ready.move, lambda: context.fit.interrupted)
         if found is None:
             context.note("The validation was cut off; the run that goes on begins with it.")
             return
-        context.results, position.due = found, False
+        context.results, position.due, position.validated = found, False, position.update
         better = stopping.better(context.results[stopping.metric], position.best)
         if better:
             position.best, position.stale = context.results[stopping.metric], 0
@@ -113,12 +140,14 @@ def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setu
         else:
             position.stale += 1
         context.figure = position.update, context.figure_of(found[stopping.metric])
-        if isinstance(ready.scheduler, ReduceLROnPlateau):
-            ready.scheduler.step(context.results[stopping.metric])
+        for plateau in plateaus(ready.scheduler):
+            plateau.step(context.results[stopping.metric])
         # Callbacks see the parameters that were validated, which may be the average.
-        consistency.tell(context, Validated(update=position.update, epoch=position.epoch, metrics=context.results, best=better))
+        logged = means(context.world.gathered(log.take()))
+        figures = context.results
+        event = Validated(update=position.update, epoch=position.epoch, metrics=figures, best=better, logged=logged)
+        consistency.tell(context, event)
     _stop_if_stale(context)
-    checkpoint_policy.keep_best(context, ready)
 
 
 def _stop_if_stale(context: RunContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -27,11 +28,14 @@ from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.distributed.devices import local_device
 from trimtab.train.engine import duration, epoch
 from trimtab.train.engine.compiled_step import CompiledStep, CompileWatch
+from trimtab.train.engine.manual_step import ManualStep
 from trimtab.train.engine.step import Step
 from trimtab.train.engine.validation import Move
 from trimtab.train.loss import trainable_loss
+from trimtab.train.loss.adapter import LossAdapter
 from trimtab.train.optim import learning_rates, optimizer_state, schedule_state
 from trimtab.train.optim.kernels import bring_state, use_kernels
+from trimtab.train.optim.optimizer_dict import PAGE, OptimizerDict, kind_of, members, needs_closure, parameters_for, plateaus
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import state_dict_versions
 from trimtab.train.runtime.step_clock import Clock, clock_for
@@ -62,7 +66,10 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     feed = feed_for(train, settings, clock, move, transfer_for(context.device, move))
     context.world.timed(clock)
     called = context.world.wrap(model, settings, fresh=context.resuming is None and not context.position.update)
-    step = step_for(settings)(called, context.objective, context.optimizer, settings, context.world, clock, context.log_every)
+    step = step_for(settings, context.objective)(
+        called, context.objective, context.optimizer, settings, context.world, clock, context.log_every
+    )
+    step.hooks = context.hooks
     scheduler = context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
     context.options = context.options or given.options_of(context.optimizer)
     if context.resuming is not None:
@@ -76,7 +83,8 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     refuse_unkept(context)
     context.note_once(trainable_loss.note(context.optimizer, context.model))
     if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
-        use_kernels(context.optimizer, settings.optimizer.implementation)
+        for each in members(context.optimizer):
+            use_kernels(each, settings.optimizer.implementation)
     made = Ready(feed, step, scheduler, clock, move, context.fit.planned)
     if isinstance(made.step, CompiledStep):
         context.watchers.append(CompileWatch(made.step))
@@ -117,15 +125,23 @@ def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move
     return mover(device, channels_last=nhwc)
 
 
-def step_for(settings: Settings) -> type[Step]:
-    """The class of step that ``settings`` ask for."""
+def step_for(settings: Settings, objective: LossAdapter) -> type[Step]:
+    """The class of step that ``settings`` and the loss ask for."""
+    if objective.manual:
+        return ManualStep
     return CompiledStep if settings.compile is True else Step
 
 
 def optimizer_for(
-    model: nn.Module, optimizer: Optimizer | Callable[..., Optimizer], loss: nn.Module | None = None, *, processes: int = 1
+    model: nn.Module,
+    optimizer: Optimizer | Callable[..., Optimizer] | Mapping[str, Any],
+    loss: nn.Module | None = None,
+    *,
+    processes: int = 1,
 ) -> Optimizer:
     """The optimizer, made if it is a function, and checked against the model and a ``loss`` that may have parameters.
+
+    Several by name become an :class:`OptimizerDict`; a function gets the parameters of the part with its name.
 
     Its state is moved to the devices of the parameters.
 
@@ -138,23 +154,13 @@ def optimizer_for(
         reason = f"all its {count} parameters have requires_grad=False" if count else "it has no parameters"
         fix = "Set it to True on those to be trained" if count else "Give one that has some"
         raise UsageError(f"There is nothing to train in {type(model).__name__}: {reason}. {fix}.")
-    if not isinstance(optimizer, Optimizer):
-        if not callable(optimizer):
-            several = isinstance(optimizer, (list, tuple))
-            fix = " Several are one whose step() makes theirs, and whose param_groups are theirs." if several else ""
-            raise UsageError(f"optimizer is {of_type(optimizer)}; give one of torch.optim, or a function that makes it.{fix}")
-        if error := refuses(optimizer, []):
-            raise UsageError(
-                f"The optimizer function cannot be called with the parameters: {error}. Give one such as "
-                "lambda parameters: torch.optim.AdamW(parameters)."
-            )
-        with user_code("The optimizer function, called with a list of the parameters, raised"):
-            optimizer = optimizer([*trainable, *trainable_loss.trainable(loss, model)])
-        if not isinstance(optimizer, Optimizer):
-            raise UsageError(
-                f"The optimizer function returned {of_type(optimizer)}, not a torch.optim.Optimizer. Let it return one."
-            )
-    optimizer_state.refuse_closure(optimizer)
+    if isinstance(optimizer, Mapping):
+        if not optimizer:
+            raise UsageError("optimizer is an empty dict; give at least one optimizer.")
+        found = {name: _made(each, functools.partial(parameters_for, name, model)) for name, each in optimizer.items()}
+        optimizer = OptimizerDict(found)
+    else:
+        optimizer = _made(optimizer, lambda: [*trainable, *trainable_loss.trainable(loss, model)])
     own = {id(p) for p in (*model.parameters(), *(() if loss is None else loss.parameters()))}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -166,6 +172,70 @@ def optimizer_for(
     trainable_loss.refuse_several_processes(optimizer, model, processes)
     bring_state(optimizer)
     return optimizer
+
+
+def _made(optimizer: Any, parameters: Callable[[], list[nn.Parameter]]) -> Optimizer:
+    """``optimizer``, or what it returns for ``parameters`` if it is a function.
+
+    Raises:
+        UsageError: it is neither, or returns something else.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        several = isinstance(optimizer, (list, tuple))
+        fix = f" Several have names: optimizer={{'generator': ..., 'critic': ...}}. {PAGE}" if several else ""
+        raise UsageError(f"optimizer is {of_type(optimizer)}; give one of torch.optim, or a function that makes it.{fix}")
+    if error := refuses(optimizer, []):
+        raise UsageError(
+            f"The optimizer function cannot be called with the parameters: {error}. Give one such as "
+            "lambda parameters: torch.optim.AdamW(parameters)."
+        )
+    with user_code("The optimizer function, called with a list of the parameters, raised"):
+        found = optimizer(parameters())
+    if not isinstance(found, Optimizer):
+        raise UsageError(f"The optimizer function returned {of_type(found)}, not a torch.optim.Optimizer. Let it return one.")
+    return found
+
+
+def check_manual(objective: LossAdapter, settings: Settings, world: World) -> None:
+    """Check that the settings suit a loss that drives, if it is one.
+
+    Raises:
+        UsageError: they ask for something that needs to compute an update twice, or there are several processes.
+    """
+    if not objective.manual:
+        return
+    if world.processes > 1:
+        raise UsageError(
+            f"loss is a function that drives, and there are {world.processes} processes, which exchange gradients in the "
+            f"backward pass of one loss. Train in one process, or give loss(model, batch) and optimizers by name. {PAGE}"
+        )
+    asked = {name: settings.value(name) for name in settings.names() if settings.value(name) == "auto"}
+    given = {"compile": settings.compile, "memory.activation_mb": settings.memory.activation_mb}
+    asked |= {name: value for name, value in given.items() if value}
+    if asked:
+        shown = ", ".join(f"{name}={value!r}" for name, value in asked.items())
+        raise UsageError(
+            f"Settings have {shown}, for which an update is computed on copies or again; loss is a function that drives its "
+            "own steps, which cannot be repeated. Leave that out. torch.compile(model.part) compiles a part."
+        )
+
+
+def check_closure(optimizer: Optimizer, settings: Settings) -> None:
+    """Check that an optimizer with a closure can run under ``settings``.
+
+    Raises:
+        UsageError: float16's loss scale would change within its step, or updates are to be skipped.
+    """
+    if not needs_closure(optimizer):
+        return
+    name = kind_of(optimizer)
+    if settings.precision.autocast == "float16":
+        raise UsageError(
+            f"{name} computes the loss several times per update, between which float16's loss scale cannot be checked. Use "
+            f"precision.autocast='bfloat16' or leave it out. {PAGE}"
+        )
 
 
 def check_device(name: str) -> None:
@@ -203,6 +273,27 @@ def check_model(model: Any) -> None:
         raise UsageError(f"model is {model.__name__}, a class, and no model yet. Give what it makes: {model.__name__}(...).")
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is {of_type(model)}; give a torch.nn.Module.")
+    for name, module in model.named_modules():
+        if type(module).train is not nn.Module.train and not _switches(module.train):
+            where = f" (model.{name})" if name else ""
+            raise UsageError(
+                f"{type(module).__name__}.train{where} is a method of its own, train{inspect.signature(module.train)}, and "
+                "torch calls train(mode) to switch a module to training mode and back. Give the method another name, "
+                "such as fit."
+            )
+
+
+def _switches(train: Callable[..., Any]) -> bool:
+    """Whether the method ``train`` of a module takes a mode, as torch's does."""
+    try:
+        first = next(iter(inspect.signature(train).parameters.values()), None)
+    except ValueError:  # builtins have no signature
+        return True
+    if first is None or refuses(train, True):
+        return False
+    return (
+        "mode" in first.name or "train" in first.name or isinstance(first.default, bool) or first.annotation in (bool, "bool")
+    )
 
 
 def check_place(model: nn.Module, device: torch.device) -> None:
@@ -247,7 +338,7 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "decided": context.decided,
         "modes": context.modes.state_of(),
         "kind": type(context.model).__qualname__,
-        "optimizer_kind": type(context.optimizer).__qualname__,
+        "optimizer_kind": kind_of(context.optimizer),
         **given.state_of(context),
     }
 
@@ -274,7 +365,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
             f"The checkpoint in {folder} is of another model, a {state['kind']}: {shown} differ from this "
             f"{type(context.model).__qualname__}. Give the model that it was made with, or another folder."
         )
-    if (kind := type(context.optimizer).__qualname__) != state["optimizer_kind"]:
+    if (kind := kind_of(context.optimizer)) != state["optimizer_kind"]:
         raise UsageError(
             f"The checkpoint in {folder} was made with {state['optimizer_kind']}, not {kind}. Give that optimizer."
         )
@@ -366,10 +457,16 @@ def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, s
     for text in (given.conflict_note(found), *context.modes.restore(state["modes"])):
         context.note_once(text)
     schedule = context.schedule
-    if isinstance(scheduler, ReduceLROnPlateau):
-        if given.watches_another(context, state):  # its best value is of another figure
-            scheduler.best, scheduler.num_bad_epochs, scheduler.cooldown_counter = scheduler.mode_worse, 0, 0
-    elif scheduler is not None and callable(schedule) and planned is not None and planned != state["planned"]:
+    if given.watches_another(context, state):
+        for plateau in plateaus(scheduler):  # its best value is of another figure
+            plateau.best, plateau.num_bad_epochs, plateau.cooldown_counter = plateau.mode_worse, 0, 0
+    if (
+        scheduler is not None
+        and not isinstance(scheduler, ReduceLROnPlateau)
+        and callable(schedule)
+        and planned is not None
+        and planned != state["planned"]
+    ):
         if changed := [each for each in found if each.of_schedule]:
             raise UsageError(
                 f"The run has {planned} updates now, and had {state['planned']}: its schedule fits another number only with "

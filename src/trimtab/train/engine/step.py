@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +17,14 @@ from trimtab.core.settings import Settings
 from trimtab.core.workload import user_code
 from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
+from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler
+from trimtab.train.engine.gradients import discard, gradients_of, known_to_be_nothing, left_out
+from trimtab.train.engine.hooks import NONE
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
 from trimtab.train.optim import schedules
 from trimtab.train.optim.clipping import clip_values
+from trimtab.train.optim.optimizer_dict import needs_closure
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.async_scalar import AsyncScalar
 from trimtab.train.runtime.memory_errors import final, out_of_memory, stopped
@@ -36,8 +39,6 @@ _NO_ROOM = (
     "DistributedSettings(sharding='shard'), take an optimizer with less state, or one without temporary copies of it, with "
     "OptimizerSettings(implementation='loop') or 'fused'."
 )
-_LEAST_SCALE = 2.0**-14
-"""Of float16 losses: the smallest normal float16 number. A gradient that still overflows at this scale is not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,35 +103,6 @@ class ForwardState:
         set_random_state(self._random)
 
 
-class _Scaler(torch.amp.GradScaler):
-    """torch's scaler, for gradients of which each process may hold a part."""
-
-    world = World()
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        """Unscale the local part of each gradient; an overflow in one process counts in all."""
-        if not self.world.shared:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        here: Any = types.SimpleNamespace(param_groups=[{"params": _parts(optimizer)}])
-        found = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16)
-        for value in found.values():
-            self.world.overflow(value)
-        return found
-
-
-def _parts(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The local parts of parameters and gradients, in the same memory, for each parameter that has a gradient."""
-    found = []
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if (grad := parameter.grad) is not None:
-            part = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()
-            part.grad = (grad.to_local() if hasattr(grad, "to_local") else grad).detach()
-            found.append(part)
-    return found
-
-
 class _updating(user_code):
     """Attributes errors to the optimizer, except those of memory and of the GPU, which may come from earlier kernels."""
 
@@ -139,7 +111,7 @@ class _updating(user_code):
             super().__exit__(kind, error, trace)
 
 
-_UPDATING, _FINAL, _STEP = _updating("The optimizer raised"), final(_NO_ROOM), in_step("The model or its loss raised")
+UPDATING, _FINAL, STEP = _updating("The optimizer raised"), final(_NO_ROOM), in_step("The model or its loss raised")
 
 
 class Step:
@@ -172,8 +144,10 @@ class Step:
     ) -> None:
         self.model, self.objective, self.optimizer = model, objective, optimizer
         self.settings, self.world, self.clock = settings, world, clock
-        self.scaler = _Scaler(settings.device, enabled=settings.precision.autocast == "float16")
+        self.scaler = Scaler(settings.device, enabled=settings.precision.autocast == "float16")
         self.scaler.world = world
+        self.hooks = NONE
+        self._closes = needs_closure(optimizer)
         self._known = len(self._parameters)
         world.meet(optimizer)
         self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
@@ -196,56 +170,40 @@ class Step:
             WorkloadError: the model, the loss or the optimizer raised; or memory ran out after the gradients were computed, so
                 that the update cannot be repeated.
         """
-        clock, world, settings = self.clock, self.world, self.settings
-        with NOTHING if run is None else _STEP:
+        clock, world = self.clock, self.world
+        with NOTHING if run is None else STEP:
             # Micro-batch size and recomputed activations are chosen from the first batches: only batches show their sizes.
             # Forward and backward run per micro-batch. The gradients cross between processes in the last backward pass. No
             # parameter has changed yet, so a run that is out of memory repeats this with smaller micro-batches.
             if run is None:
-                found = self.gradients(batches)
+                compute = functools.partial(self.gradients, batches)
             else:
                 memory = run.context.fit.memory_plan
-                found = memory.sizer.gradients(self, memory.prepare(self, run.feed, batches))
+                compute = functools.partial(memory.sizer.gradients, self, memory.prepare(self, run.feed, batches))
+            found = compute()
             parameters = self._parameters
             if not world.used:  # a signal ended the loaders of all processes: this update does not count
-                _discard(parameters)
+                discard(parameters)
                 return Update(torch.stack(found.losses).sum(), torch.zeros(()), None, applied=False)
             with _FINAL:  # from here on nothing can be repeated: other processes may have changed their parameters by now
-                # The reported loss is the mean over all micro-batches of all processes.
-                clock.enter("communication")
-                loss, total = world.mean(found.losses, found.weights, summed=self.objective.summed)
-                # Gradients become those of that mean: float16's loss scale goes first, then the sum of the weights. The bound
-                # of the clip and the check for finite numbers are about these true gradients.
-                clock.enter("optimizer")
-                self.scaler.unscale_(self.optimizer)
-                grads = _gradients(parameters)
-                self._unweight(grads, total)
-                # Clip once, by the norm of the whole gradient.
-                norm = world.norm(grads) if self._norm_wanted(grads) else None
+                update = self._settled(found)
                 self._made += 1
-                if settings.optimizer.clip_norm is not None and norm is not None:
-                    world.scale(grads, (settings.optimizer.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
-                # Check that loss and gradient are finite before the optimizer can spoil parameters with them.
-                check = norm
-                if check is None:
-                    check = loss if settings.optimizer.nonfinite == "ignore" else world.total(grads)
-                clip_values(grads, settings.optimizer.clip_value)
-                update = self._checked(Update(loss, check, norm, applied=True))
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
                     self.intact = False
-                    with _UPDATING:
-                        self.scaler.step(self.optimizer)
+                    self._step(update, compute)
                 elif found.statistics is not None:
                     found.statistics.put_back()
                 self._adapt_scale(update)
             # Gradients are freed, so that the next forward pass has their memory.
-            _discard(parameters)
+            discard(parameters)
             clock.enter("other")
-        if run is None:
-            return update
-        context, position = run.context, run.context.position
-        remarks = [context.fit.memory_plan.sizer.remark(self), context.objective.doubt(batches, alone=world.size == 1)]
+        return update if run is None else self.counted(update, batches, run, [run.context.fit.memory_plan.sizer.remark(self)])
+
+    def counted(self, update: Update, batches: Sequence[Batch], run: Run, remarks: list[str | None]) -> Update:
+        """What follows an ``update`` of a run from ``batches``: schedule, average, position, notes and events."""
+        context, position, world = run.context, run.context.position, self.world
+        remarks.append(context.objective.doubt(batches, alone=world.size == 1))
         # The schedule sets the learning rate of the next update: it counts updates that were applied.
         if context.scheduler is not None and update.applied:
             remarks.append(schedules.advance(context.scheduler))
@@ -261,9 +219,67 @@ class Step:
             for remark in remarks:
                 context.note_once(remark)
             run.count(update, batches if world.counts else [])
-        if not (update.applied or update.overflowed) and settings.optimizer.nonfinite == "stop":
+        if not (update.applied or update.overflowed) and self.settings.optimizer.nonfinite == "stop":
             context.stop("The loss was not finite.")
         return update
+
+    def _settled(self, found: MicroBatchLosses) -> Update:
+        """Turn gradients that the backward passes left into those of the mean loss, clip and check them.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
+        """
+        # The reported loss is the mean over all micro-batches of all processes.
+        self.clock.enter("communication")
+        loss, total = self.world.mean(found.losses, found.weights, summed=self.objective.summed)
+        # Gradients become those of that mean: float16's loss scale goes first, then the sum of the weights. The bound of the
+        # clip and the check for finite numbers are about these true gradients.
+        self.clock.enter("optimizer")
+        self.scaler.unscale_(self.optimizer)
+        grads = gradients_of(self._parameters)
+        self._unweight(grads, total)
+        if self.hooks:
+            self.hooks.call("after_backward")
+            grads = gradients_of(self._parameters)
+        check, norm = self.bounded(grads)
+        return self._checked(Update(loss, loss if check is None else check, norm, applied=True))
+
+    def bounded(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Clip ``grads`` once, by the norm of all of them.
+
+        Returns:
+            A scalar that is finite if all are, and ``None`` if there is no check; and the norm before, if it was computed.
+        """
+        norm = self.world.norm(grads) if self._norm_wanted(grads) else None
+        clip = self.settings.optimizer.clip_norm
+        if clip is not None and norm is not None:
+            self.world.scale(grads, (clip / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
+        check = self.world.total(grads) if norm is None and self.settings.optimizer.nonfinite != "ignore" else norm
+        clip_values(grads, self.settings.optimizer.clip_value)
+        return check, norm
+
+    def _step(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
+        """The optimizer's step; ``compute`` makes the gradients anew for one that needs a closure."""
+        self.hooks.call("before_step")
+        with UPDATING:
+            if self._closes:
+                self._step_with_closure(update, compute)
+            else:
+                self.scaler.step(self.optimizer)
+        self.hooks.call("after_step")
+
+    def _step_with_closure(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
+        """The step of an optimizer that computes loss and gradients several times; it gets those of ``update`` first."""
+        first: list[torch.Tensor] = [update.loss]
+
+        def closure() -> torch.Tensor:
+            if first:
+                return first.pop()
+            with torch.enable_grad():
+                found = compute()
+            return self._settled(found).loss
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
 
     def gradients(self, batches: Sequence[Batch]) -> MicroBatchLosses:
         """Forward and backward of each of ``batches``; leaves the sum of weighted gradients of all processes.
@@ -274,7 +290,7 @@ class Step:
         if len(parameters) != self._known:
             self._known = len(parameters)
             world.meet(self.optimizer)
-        _discard(parameters)  # of other computations since, such as a callback that trains an adversary of the model
+        discard(parameters)  # of other computations since, such as a callback that trains an adversary of the model
         if self._typical is None and world.size > 1:
             self._typical = world.agreed(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # the weight of a single loss makes no difference
@@ -298,7 +314,9 @@ class Step:
                     losses.append(loss.detach())
                     weights.append(weight)
                     clock.enter("backward")
-                    with _left_out(parameters) if _known_to_be_nothing(weight) else NOTHING:
+                    if self.hooks:
+                        self.hooks.call("before_backward", loss)
+                    with left_out(parameters) if known_to_be_nothing(weight) else NOTHING:
                         self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
             if counted < count:
                 idle.put_back()
@@ -377,7 +395,7 @@ class Step:
 
     def discard(self) -> None:
         """Free the gradients of an update that did not come to its end."""
-        _discard(self._parameters)
+        discard(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale of float16 losses, and the weight that the weights of losses are divided by."""
@@ -404,7 +422,7 @@ class Step:
 
     def _of_something(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
         """``loss``, or 0 if it is a mean over nothing and so NaN, as when all labels are ignored."""
-        if _known_to_be_nothing(weight):
+        if known_to_be_nothing(weight):
             return loss.nan_to_num() * 0
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
 
@@ -426,7 +444,7 @@ class Step:
         nonfinite = self.settings.optimizer.nonfinite
         if self.scaler.is_enabled():  # torch's fused SGD would write uninitialised momentum in a step with overflow
             left_out = any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
-            overflowed = left_out and self.scaler.get_scale() > _LEAST_SCALE and bool(torch.isfinite(update.loss))
+            overflowed = left_out and self.scaler.get_scale() > LEAST_SCALE and bool(torch.isfinite(update.loss))
             return dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
         if nonfinite in ("skip", "stop"):
             return dataclasses.replace(update, applied=update.finite)
@@ -449,38 +467,3 @@ class Step:
         if hopeless and self.settings.optimizer.nonfinite == "raise":
             self._watch(update)
             self.check()
-
-
-def _known_to_be_nothing(weight: Weight) -> bool:
-    """Whether a loss is a mean over nothing, as far as is known without waiting for a GPU."""
-    return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
-
-
-@contextlib.contextmanager
-def _left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A block whose backward pass adds nothing to gradients; it runs because other processes may wait for its exchange.
-
-    The gradients of a mean over nothing are NaN, even if the mean is multiplied by 0.
-    """
-    hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, in memory that can be changed in place: of a sparse gradient, as of an embedding, its values."""
-    found = []
-    for parameter in parameters:
-        if (grad := parameter.grad) is not None:
-            if grad.is_sparse:
-                grad = parameter.grad = grad.coalesce()  # each row once
-            found.append(grad._values() if grad.is_sparse else grad)
-    return found
-
-
-def _discard(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

@@ -44,8 +44,9 @@ def checked(context: RunContext, held_out: Iterable[Batch] | None) -> Iterable[B
     """
     metrics, stopping, world = context.metrics, context.early_stopping, context.world
     if held_out is None:
-        if stopping is not None or metrics:
-            asking = "EarlyStopping goes" if stopping is not None else f"metrics={{{', '.join(map(repr, metrics))}}} go"
+        if stopping is not None or metrics or context.validate_every is not None:
+            asking = f"metrics={{{', '.join(map(repr, metrics))}}} go" if metrics else "validate_every goes"
+            asking = "EarlyStopping goes" if stopping is not None else asking
             raise UsageError(f"{asking} by the validation, and there is none. Give fit(train, validate, ...).")
         if context.checkpoints is not None and context.checkpoints.keep_best:
             raise UsageError("keep_best goes by the validation, and there is none. Give fit(train, validate, ...).")

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim import Optimizer
 
-from trimtab._internal.text import counted, of_type
+from trimtab._internal.text import counted, of_type, summary_line
 from trimtab._internal.validation import refuses
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.batch_axis import length, uneven
 from trimtab.tensors.structure import map_items, tensors_of
-from trimtab.train.loss import torch_losses
+from trimtab.train.loss import model_outputs, torch_losses
+from trimtab.train.loss.manual_run import ManualRun
 from trimtab.train.loss.torch_losses import IGNORED
 
 Weight = float | torch.Tensor
@@ -58,6 +60,7 @@ _UNPAIRED = {
 """What to do; ``True`` if a batch is a single tensor."""
 _MISCALLED = re.compile(r"'Tensor' object is not callable|missing \d+ required positional argument")
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
+_RUN_NAME = "run"
 
 
 class in_step(user_code):
@@ -92,6 +95,8 @@ class LossAdapter:
               taken for a mean over the examples;
             - ``loss(model, batch)``, known by the name of its first parameter. It calls the model, and returns the mean over
               the examples, or ``(mean, weight)``, where the weight may be a number of tokens;
+            - a function whose first parameter is called ``run``: ``step(run, batch)`` makes the backward passes and steps
+              of its update through a :class:`~trimtab.train.loss.manual_run.ManualRun`.
             - ``None`` for a model that takes the batch, a mapping, as keywords and returns its loss, as those of transformers.
     """
 
@@ -100,8 +105,13 @@ class LossAdapter:
         self.loss = loss
         self.summed = torch_losses.options(loss).get("reduction") == "sum"
         """True for a loss with ``reduction="sum"``; sums of several batches are added without weights."""
-        self._with_model = loss is not None and _takes_model(loss)
-        self.calls_model = loss is None or self._with_model
+        first = None if loss is None else _first_parameter(loss)
+        self.manual = first == _RUN_NAME
+        """True if the loss makes its own backward passes and steps: ``def step(run, batch)``."""
+        self.optimizers: dict[str, Optimizer] = {}
+        """The optimizers by name, for such a loss."""
+        self._with_model = first in _MODEL_NAMES
+        self.calls_model = loss is None or self._with_model or self.manual
         """True if the loss calls the model, so that its outputs are not known here."""
         self._weighs = False
         """True if the weight of the last loss was known, and not taken to be the number of examples."""
@@ -143,6 +153,8 @@ class LossAdapter:
         targets: Any = None
         if self.loss is None:
             loss, weight, outputs = self._own(model, given)
+        elif self.manual:
+            loss, weight = self.driven(ManualRun(model, self.optimizers), given)
         elif self._with_model:
             found = self.loss(model, given)
             loss, weight = _weighed(found) if isinstance(found, tuple) else (found, None)
@@ -155,21 +167,39 @@ class LossAdapter:
                     loss, weight = self.loss(outputs, targets), None
             except IndexError as error:
                 raise WorkloadError(torch_losses.wrong_label(self.loss, outputs, targets, error)) from error
+            except (TypeError, AttributeError) as error:
+                if (text := model_outputs.unusable(self.loss, outputs)) is None:
+                    raise
+                raise WorkloadError(f"{text} It raised {type(error).__name__}: {summary_line(str(error))}") from error
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise WorkloadError(_no_scalar(loss))
-        if not loss.requires_grad and torch.is_grad_enabled():
+        if not (loss.requires_grad or self.manual) and torch.is_grad_enabled():
             raise WorkloadError(
                 "The loss does not depend on any parameter that is trained. Look for detach(), no_grad() or item() between the "
                 "model and the loss, and for a model that is frozen."
             )
         if self.summed or not (weighed or _may_be_of_nothing(loss)):
             return loss, 1.0, outputs
-        if self.loss is not None and not self._with_model:
+        if self.loss is not None and not self.calls_model:
             weight = torch_losses.denominator(self.loss, targets)
         self._weighs = weight is not None
         if weight is None and self.untold is None:
             self.untold = untold(batch)
         return loss, examples(batch) if weight is None else weight, outputs
+
+    def driven(self, run: ManualRun, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
+        """The loss to report that a function ``step(run, batch)`` leaves, and its weight if it has told one.
+
+        Raises:
+            WorkloadError: it is no scalar, or there is none.
+        """
+        assert self.loss is not None
+        found = run.reported(self.loss(run, batch))
+        loss, weight = _weighed(found) if isinstance(found, tuple) else (found, None)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise WorkloadError(_no_scalar(loss))
+        self._weighs = weight is not None
+        return loss, weight
 
     def doubt(self, group: Sequence[Batch], *, alone: bool) -> str | None:
         """A sentence if the losses of ``group``, the micro-batches of an update, may have got wrong weights.
@@ -209,12 +239,13 @@ class LossAdapter:
         if not isinstance(batch, Mapping):
             raise WorkloadError(
                 f"Without loss=..., batches must be mappings that the model takes as keywords, but this is a "
-                f"{type(batch).__name__}. Give loss=..., for example torch.nn.CrossEntropyLoss()."
+                f"{type(batch).__name__}. Give loss=..., for example torch.nn.CrossEntropyLoss(); or, for a model that returns "
+                "(logits, loss), loss=lambda model, batch: model(*batch)[1]."
             )
         found = model(**batch)
         loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
         if loss is None:
-            raise WorkloadError("The model answered without a loss. Give loss=..., or batches with the labels it asks for.")
+            raise WorkloadError(model_outputs.without_loss(found))
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return loss, None, found
@@ -287,6 +318,8 @@ def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
     if len(found) != 2:
         raise WorkloadError(f"The loss returned {counted(len(found), 'value')}. {_EITHER}")
     loss, weight = found
+    if (text := model_outputs.logits_and_loss(loss, weight)) is not None:
+        raise WorkloadError(text)
     if isinstance(weight, torch.Tensor):
         if weight.dim():
             raise WorkloadError(f"The loss returned a tensor of shape {tuple(weight.shape)} beside the mean. {_EITHER}")
@@ -306,13 +339,12 @@ def _may_be_of_nothing(loss: torch.Tensor) -> bool:
     return loss.device.type != "cpu" or not math.isfinite(loss.item())
 
 
-def _takes_model(loss: Callable[..., Any]) -> bool:
-    """True if the first parameter of the loss has the name of a model."""
+def _first_parameter(loss: Callable[..., Any]) -> str:
+    """The name of the first parameter of the loss; empty if it is not known."""
     try:
-        first = next(iter(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters), "")
+        return next(iter(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters), "")
     except (TypeError, ValueError):  # builtins have no signature
-        return False
-    return first in _MODEL_NAMES
+        return ""
 
 
 def _shifts(model: nn.Module) -> bool:

@@ -25,14 +25,24 @@ class Ema:
     Source: Polyak & Juditsky 1992; Tarvainen & Valpola 2017, https://arxiv.org/abs/1703.01780; for the decay of the first
     updates, TensorFlow's ExponentialMovingAverage.
 
+    Args:
+        model: whose values are averaged.
+        decay: of all values; or by the name of a part of the model, whose values alone are averaged.
+
     Raises:
-        UsageError: ``decay`` is not between 0 and 1.
+        UsageError: a decay is not between 0 and 1, or the model has no such part.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        if not isinstance(decay, Real) or not 0 < decay < 1:
-            raise UsageError(f"ema is {decay!r}; the decay of the average lies between 0 and 1, such as 0.999.")
-        self.decay: float = decay
+    def __init__(self, model: nn.Module, decay: float | Mapping[str, float]) -> None:
+        named = decay if isinstance(decay, Mapping) else {"": decay}
+        parts = [name for name, _ in model.named_modules()]
+        for name, value in named.items():
+            if name not in parts:
+                raise UsageError(f"ema has {name!r}, and {type(model).__name__} has no part of that name.")
+            if not isinstance(value, Real) or not 0 < value < 1:
+                raise UsageError(f"ema is {decay!r}; the decay of the average lies between 0 and 1, such as 0.999.")
+        self.decay = decay
+        self._parts = {f"{name}." if name else "": float(value) for name, value in named.items()}
         self.begin(model)
 
     def begin(self, model: nn.Module) -> None:
@@ -52,12 +62,14 @@ class Ema:
             if value.layout != torch.strided:
                 self.shadow[name] = _taken(value)
             elif _is_averaged(model, name, value):
-                kinds.setdefault((getattr(value, "device_mesh", None), value.is_complex()), []).append(name)
+                kind = getattr(value, "device_mesh", None), value.is_complex(), self._decay_of(name)
+                kinds.setdefault(kind, []).append(name)
             else:
                 self.shadow[name].copy_(value)
-        share = 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
+        early = (1 + self.updates) / (10 + self.updates)
         self.updates += 1
-        for names in kinds.values():
+        for (*_, decay), names in kinds.items():
+            share = 1 - min(decay, early)
             kept = [self.shadow[name] for name in names]
             torch._foreach_lerp_(kept, [values[name].to(shadow.dtype) for name, shadow in zip(names, kept, strict=True)], share)
 
@@ -122,10 +134,14 @@ class Ema:
         self._exact.pop(name, None)
         return _taken(value)
 
-    @staticmethod
-    def _values(model: nn.Module) -> dict[str, torch.Tensor]:
+    def _values(self, model: nn.Module) -> dict[str, torch.Tensor]:
         values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: value for name, value in values.items() if not is_lazy(value)}  # those have no values yet
+        lazy = {name for name, value in values.items() if is_lazy(value)}  # those have no values yet
+        return {name: value for name, value in values.items() if name not in lazy and self._decay_of(name)}
+
+    def _decay_of(self, name: str) -> float:
+        """The decay of the value ``name``; 0 if it is not averaged."""
+        return next((decay for part, decay in self._parts.items() if name.startswith(part)), 0.0)
 
 
 class EvalWeights:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.errors import UsageError
+from trimtab.train.optim.optimizer_dict import SchedulerDict
 from trimtab.train.run_context import RunContext
 
 SCALE = "trimtab_lr_scale"
@@ -99,6 +100,10 @@ def multiplied(group: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 def _scale_schedule(scheduler: Any, factors: Sequence[float]) -> None:
     """Multiply the rates in ``scheduler`` and its inner schedulers by the factor of their group."""
+    if isinstance(scheduler, SchedulerDict):
+        for inner, own in scheduler.factors(list(factors)):
+            _scale_schedule(inner, own)
+        return
     for name in KEPT:
         if rates := getattr(scheduler, name, None):
             setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=False)])

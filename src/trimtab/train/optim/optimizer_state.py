@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
 from trimtab.train.optim.kernels import ON_HOST, counts_on_device
+from trimtab.train.optim.optimizer_dict import OptimizerDict
 from trimtab.train.runtime.world import World
 
 
@@ -84,32 +84,16 @@ def _has_modes(optimizer: Any) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose ``step()`` needs a closure that evaluates the model.
-
-    Raises:
-        UsageError: it needs one.
-    """
-    needed = isinstance(optimizer, torch.optim.LBFGS)
-    try:
-        inspect.signature(type(optimizer).step).bind(optimizer)  # schedulers patch the ``step`` of the instance
-    except TypeError:
-        needed = True
-    except ValueError:  # builtins have no signature
-        pass
-    if needed:
-        raise UsageError(
-            f"{type(optimizer).__name__} calls the model several times per update, which this loop does not do. Use another "
-            "optimizer."
-        )
-
-
 def refuse_left_out(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose ``state_dict()`` omits the state of the optimizers in it.
 
     Raises:
         UsageError: ``state_dict()`` is torch's own, which does not know the inner optimizers, and these have state.
     """
+    if isinstance(optimizer, OptimizerDict):
+        for each in optimizer.optimizers.values():
+            refuse_left_out(each)
+        return
     inner = [each for each in with_inner(optimizer) if each.state and each.state is not optimizer.state]
     if inner and type(optimizer).state_dict is Optimizer.state_dict:
         raise UsageError(
@@ -133,6 +117,10 @@ def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.T
     Args:
         before: the dtype of each parameter when ``state`` was saved.
     """
+    if isinstance(optimizer, OptimizerDict):
+        for name, each in optimizer.optimizers.items():
+            load(each, state["optimizers"][name], world, before)
+        return
     inner = with_inner(optimizer)[1:]
     links = [
         (place, each, index, own)

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.errors import UsageError
 from trimtab.train.checkpoint.resume_conflicts import Difference, equal
 from trimtab.train.optim import learning_rates
+from trimtab.train.optim.optimizer_dict import plateaus
 from trimtab.train.optim.schedules import Schedule, advance, build, extend_to_new_groups, inner_schedulers, refuse_foreign
 from trimtab.train.run_context import RunContext
 
@@ -105,7 +106,7 @@ def fitted(context: RunContext, schedule: Schedule, before: LRScheduler, updates
     Args:
         kept: whether ``schedule`` made ``before`` too. The scheduler then keeps the present rates.
     """
-    if kept and isinstance(before, ReduceLROnPlateau):  # follows the validation, and has no length
+    if kept and _follow_validation(before):  # follows the validation, and has no length
         return before
     learning_rates.scale(context.optimizer, None, 1.0)
     had = [float(group[learning_rates.chosen(group)]) for group in context.optimizer.param_groups]
@@ -113,7 +114,7 @@ def fitted(context: RunContext, schedule: Schedule, before: LRScheduler, updates
     refuse_other(made, initial_state(before))
     if kept:
         learning_rates.multiply(context.optimizer, made, list(map(learning_rates.factor, context.optimizer.param_groups, had)))
-    if not isinstance(made, ReduceLROnPlateau):
+    if not _follow_validation(made):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of steps without updates
             for _ in range(context.position.update - context.position.skipped):
@@ -129,6 +130,11 @@ def refuse_other(scheduler: LRScheduler | None, before: Mapping[str, Any] | None
     """
     if (now := _kind(initial_state(scheduler))) != (was := _kind(before)):
         raise UsageError(f"The run began with {was}, and this is {now}. Give the schedule that it began with.")
+
+
+def _follow_validation(scheduler: LRScheduler) -> bool:
+    """Whether nothing in ``scheduler`` goes by the number of updates."""
+    return len(plateaus(scheduler)) == len(inner_schedulers(scheduler) or [scheduler])
 
 
 def _kind(state: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -33,6 +33,7 @@ from trimtab._internal.validation import refuses
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.early_stopping import EarlyStopping
+from trimtab.train.optim.optimizer_dict import OptimizerDict, SchedulerDict
 
 Schedule = Callable[[Optimizer, int], LRScheduler]
 """``schedule(optimizer, updates)`` returns a scheduler, which the Trainer steps once per update, ``updates`` times in all."""
@@ -73,6 +74,10 @@ def check_given(schedule: Any) -> None:
     """
     if schedule is None or isinstance(schedule, LRScheduler):
         return
+    if isinstance(schedule, Mapping):
+        for each in schedule.values():
+            check_given(each)
+        return
     name = getattr(schedule, "__name__", None) or repr(schedule)
     fix = (
         "Give one such as trimtab.train.optim.schedules.cosine(), or a function: "
@@ -84,6 +89,33 @@ def check_given(schedule: Any) -> None:
         raise UsageError(f"schedule is {name}, a class, to which the updates of a run may mean anything. {fix}")
     if error := refuses(schedule, None, 1):
         raise UsageError(f"schedule is {name}, which cannot be called with (optimizer, updates): {error}. {fix}") from error
+
+
+def by_name(schedule: Schedule | LRScheduler | Mapping[str, Schedule] | None, optimizer: Optimizer) -> Any:
+    """``schedule``, with schedules by the name of their optimizer combined into one.
+
+    Raises:
+        UsageError: there is no optimizer of such a name; or a scheduler stands where a function that makes it is needed.
+    """
+    if not isinstance(schedule, Mapping):
+        return schedule
+    names = list(optimizer.optimizers) if isinstance(optimizer, OptimizerDict) else []
+    for name, each in schedule.items():
+        if name not in names:
+            known = f"those are {', '.join(names)}" if names else "there is one, without a name: give schedule=cosine()"
+            raise UsageError(f"schedule has {name!r}, and no optimizer is called that; {known}.")
+        if isinstance(each, LRScheduler):
+            raise UsageError(
+                f"schedule {name!r} is a scheduler. By name, give functions that make them: "
+                f"{{{name!r}: lambda optimizer, updates: {type(each).__name__}(optimizer, ...)}}."
+            )
+    parts = dict(schedule)
+
+    def combined(optimizers: Optimizer, updates: int) -> LRScheduler:
+        assert isinstance(optimizers, OptimizerDict)
+        return SchedulerDict(optimizers, {name: build(each, optimizers[name], updates) for name, each in parts.items()})
+
+    return combined
 
 
 def build(schedule: Schedule, optimizer: Optimizer, updates: int) -> LRScheduler:
@@ -119,6 +151,8 @@ def advance(scheduler: LRScheduler) -> str | None:
     """
     if isinstance(scheduler, ReduceLROnPlateau):  # stepped by the validation
         return None
+    if isinstance(scheduler, SchedulerDict):
+        return next(filter(None, [advance(each) for each in scheduler.schedulers.values()]), None)
     if _ended(scheduler):
         return (
             f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
@@ -170,6 +204,10 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
     """
     if to_come == ENDLESS:
         to_come = None
+    if isinstance(scheduler, SchedulerDict):
+        for each in scheduler.schedulers.values():
+            check(each, to_come, watched)
+        return
     if isinstance(scheduler, OneCycleLR) and to_come is not None and scheduler.last_epoch + to_come > scheduler.total_steps:
         raise UsageError(
             f"The OneCycleLR has {scheduler.total_steps} steps, of which {scheduler.last_epoch} are made, and the run has "

@@ -47,6 +47,8 @@ class Progressed(Event):
     """Updates left out because the loss or a gradient was not finite."""
     shares: Mapping[str, float]
     """Share of the time by phase; together 1."""
+    logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Means of what :func:`trimtab.train.log` was given since the last event of this kind, by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,18 @@ class Validated(Event):
 
     metrics: Mapping[str, float]
     best: bool
+    logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Means of what :func:`trimtab.train.log` was given in the validation, by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochStarted(Event):
+    """An epoch begins; a run that goes on in the middle of one has no such event."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochEnded(Event):
+    """An epoch is complete; its validation has not begun. ``epoch`` is the one that ended, counted from 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,18 +161,22 @@ class TensorBoard:
 
     def __call__(self, trainer: Any, event: Event) -> None:
         """Write the values of ``event``."""
-        if isinstance(event, Progressed):
-            figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
-            figures |= {"speed/examples_per_s": event.examples_per_s}
-            figures |= {f"time/{phase}": share for phase, share in event.shares.items()}
-        elif isinstance(event, Validated):
-            figures = {f"validate/{name}": value for name, value in event.metrics.items()}
-        else:
-            figures = {}
-        for name, value in figures.items():
+        for name, value in figures_of(event).items():
             self._writer.add_scalar(name, value, event.update)
         if isinstance(event, (Validated, Ended)):
             self._writer.flush()
+
+
+def figures_of(event: Event) -> dict[str, float]:
+    """The figures of ``event`` by name, such as ``train/loss``, for tools that draw curves; empty if it has none."""
+    if isinstance(event, Progressed):
+        figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
+        figures |= {f"train/{name}": value for name, value in event.logged.items()}
+        figures |= {"speed/examples_per_s": event.examples_per_s}
+        return figures | {f"time/{phase}": share for phase, share in event.shares.items()}
+    if isinstance(event, Validated):
+        return {f"validate/{name}": value for name, value in {**event.logged, **event.metrics}.items()}
+    return {}
 
 
 def _finite(value: Any) -> Any:

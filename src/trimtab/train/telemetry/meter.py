@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,6 +14,7 @@ from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
 from trimtab.train.telemetry.events import Progressed
+from trimtab.train.telemetry.log import means
 from trimtab.train.telemetry.mfu import flops_share
 from trimtab.train.telemetry.stragglers import Pace, slow_process
 from trimtab.train.telemetry.summary import Summary
@@ -28,6 +30,8 @@ class Meter:
         self._unread: list[Update] = []
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
+        self._apart = 0.0
+        """Seconds since the last report that are not of updates."""
         self._loss: float | None = None
         self._norm = float("nan")
         self._group: Sequence[Batch] = ()
@@ -51,7 +55,7 @@ class Meter:
         if not self._unread:
             return
         self.clock.enter("other")
-        spent, now, position = self.clock.take(), time.perf_counter(), self.context.position
+        spent, now, position = dict(self.clock.take()), time.perf_counter(), self.context.position
         losses = torch.stack([each.loss.float() for each in self._unread])
         taken = [each for each in self._unread if each.norm is not None]
         latest = next((each.norm for each in reversed(taken) if each.applied), taken[-1].norm if taken else None)
@@ -61,11 +65,13 @@ class Meter:
         if applied.any():
             losses = losses[applied]
         self._loss = float(losses.mean())
+        spent["other"], self._apart = max(spent["other"] - self._apart, 0.0), 0.0
+        both = self.context.world.gathered((Pace(self._examples, spent), self.context.log.take()))
+        paces = [pace for pace, _ in both]
+        made = sum(pace.examples for pace in paces)
         total = sum(spent.values())
         for phase, seconds in spent.items():
             self._spent[phase] += seconds
-        paces = self.context.world.gathered(Pace(self._examples, spent))
-        made = sum(pace.examples for pace in paces)
         event = Progressed(
             update=position.update,
             epoch=position.epoch,
@@ -77,6 +83,7 @@ class Meter:
             step_ms=1e3 * total / len(self._unread),
             skipped=len(self._unread) - int(applied.sum()),
             shares=_shares(spent, total),
+            logged=means([sums for _, sums in both]),
         )
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
@@ -88,6 +95,18 @@ class Meter:
             with self.context.world.together():  # all processes have the same paces, and so the same note
                 self.context.note(text)
         self._slow = rank
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """A block, such as a validation, whose time is not that of updates."""
+        self.clock.enter("other")
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._since += seconds
+            self._apart += seconds
 
     def summary(self, ended: str) -> Summary:
         """The summary of the run, which ended for the reason ``ended``."""
@@ -114,7 +133,12 @@ class Meter:
         )
 
     def _flops_share(self) -> tuple[float | None, str | None]:
-        """See :func:`flops_share`, by the time in updates without that between them."""
+        """See :func:`flops_share`, by the time in updates without that between them.
+
+        It calls the loss once more, which only ``"auto"`` and ``compile`` ask for.
+        """
+        if not (self.context.decided or self.context.settings.compile is True):
+            return None, None
         busy = sum(seconds for phase, seconds in self._spent.items() if phase != "other")
         if not busy or not self._group:
             return None, None
@@ -124,7 +148,7 @@ class Meter:
 def _restored(context: RunContext) -> str | None:
     """The watched metric, if the model gets the parameters of its best validation and not those of the last update."""
     stopping, position = context.early_stopping, context.position
-    changed = position.stale or position.batch or position.due  # a validation that was no better, or updates after it
+    changed = position.stale or position.validated != position.update  # a validation that was no better, or updates after it
     return stopping.metric if stopping is not None and context.best_parameters is not None and changed else None
 
 

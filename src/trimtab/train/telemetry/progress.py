@@ -7,10 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
+from trimtab._internal.terminal import Console, Live, Text
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES
 from trimtab.train.telemetry.events import Event, Progressed, Remarked, Validated
@@ -67,7 +64,7 @@ class View:
         """The line of progress: epoch, update, loss, speed, time left and phases."""
         position, last, updates = self.context.position, self._last, self.context.fit.planned
         of = "" if updates is None else f" of {updates:,}"
-        parts = [f"epoch {position.epoch + 1}", f"update {position.update:,}{of}"]
+        parts = [_epoch(position.epoch + 1, self.context.fit.epochs), f"update {position.update:,}{of}"]
         if last is not None:
             parts += [f"loss {last.loss:.4g}", f"{last.examples_per_s:,.0f} examples/s"]
             if (left := self._left()) is not None:
@@ -84,11 +81,16 @@ class View:
         return max(updates - position.update, 0) * (now - self._since) / made
 
 
+def _epoch(now: int, epochs: int | None) -> str:
+    """``epoch 3 of 5``; a run that is complete is in its last epoch."""
+    return f"epoch {now}" if epochs is None else f"epoch {min(now, epochs)} of {epochs}"
+
+
 def line_of(event: Event) -> str | None:
     """``event`` as a line of text; ``None`` if it has no line."""
     if isinstance(event, Validated):
         figures = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
-        return f"epoch {event.epoch}: validation {figures}{' (best so far)' if event.best else ''}"
+        return f"epoch {event.epoch}, update {event.update:,}: validation {figures}{' (best so far)' if event.best else ''}"
     if isinstance(event, Remarked):
         return f"note: {event.text}"
     return None  # an adjustment has a remark of its own, and the caller has the summary

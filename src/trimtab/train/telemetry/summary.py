@@ -34,8 +34,8 @@ class Summary:
     peak_mb: float | None
     """Highest memory above the level before the run: of the GPU's allocator where there is one, else of the process."""
     flops_share: float | None
-    """Share of the floating-point peak measured on this machine at the precision and thread count of the run; ``None`` if that
-    peak is unknown."""
+    """Share of the floating-point peak measured on this machine at the precision and thread count of the run. ``None`` if that
+    peak is unknown; or if no setting was ``"auto"`` or ``compile``, because counting operations calls the loss."""
     shares: Mapping[str, float]
     """Share of the time of the updates by phase; together 1."""
     skipped: int

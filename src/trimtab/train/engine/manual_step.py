@@ -1,0 +1,223 @@
+"""An update whose backward passes and steps the user's function makes: ``loss=step`` with ``def step(run, batch)``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trimtab.core.settings import Settings
+from trimtab.errors import NonFiniteError, UsageError, WorkloadError
+from trimtab.train.engine.gradient_scaler import LEAST_SCALE
+from trimtab.train.engine.gradients import discard, gradients_of
+from trimtab.train.engine.step import STEP, UPDATING, Run, Step, Update
+from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, fresh
+from trimtab.train.loss.manual_run import Closure, ManualRun
+from trimtab.train.optim.optimizer_dict import PAGE, named
+from trimtab.train.runtime.step_clock import Clock
+from trimtab.train.runtime.world import NOTHING, World
+
+_UNUSED = (
+    "The gradients of {} were used by no step of their update, and were dropped with its end. To collect the gradients of "
+    "several batches, give DataSettings(accumulate=...)."
+)
+
+
+class ManualStep(Step):
+    """A :class:`Step` for a function that drives: accumulation, precision, clipping and checks stay those of the run.
+
+    The gradient of each optimizer is that of the mean over all examples of the update's batches. It is clipped and checked as
+    the optimizer makes its step. An update in which a step was left out, because its gradient was not finite, is skipped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: LossAdapter,
+        optimizer: Optimizer,
+        settings: Settings,
+        world: World,
+        clock: Clock,
+        norm_every: int = 50,
+    ) -> None:
+        super().__init__(model, objective, optimizer, settings, world, clock, norm_every)
+        self.optimizers = named(optimizer)
+        self.update, self.last = 0, True
+        self._run: Run | None = None
+        self._totals: dict[str, Weight] = {}
+        """Sum of the weights of the batches whose gradients an optimizer has, by name."""
+        self._batch_weight: dict[str, Weight] = {}
+        """Weight of this batch, by the name of the optimizers that have its gradients."""
+        self._count = 1
+        self._examples = 1
+        self._done = Update(torch.zeros(()), torch.zeros(()), None, applied=True)
+        self._stepped: set[str] = set()
+        self._manual = ManualRun(model, self.optimizers, self)
+
+    def __call__(self, batches: Sequence[Batch], run: Run | None = None) -> Update:
+        """Call the function with each of ``batches``; raises as :meth:`Step.__call__` does."""
+        if run is None:
+            raise UsageError(f"An update that a function drives cannot be tried out on a copy of the model. {PAGE}")
+        self.check()
+        self._run, self.update, self._count = run, run.context.position.update, len(batches)
+        self._totals.clear()
+        self._stepped.clear()
+        self._made += 1
+        discard(self._parameters)
+        self._done = Update(torch.zeros(()), torch.zeros((), device=run.context.device), None, applied=True)
+        losses: list[torch.Tensor] = []
+        weights: list[Weight] = []
+        with STEP:
+            for index, batch in enumerate(batches):
+                loss, weight = self._driven(batch, last=index == len(batches) - 1)
+                losses.append(loss)
+                weights.append(weight)
+            if self._stepped and self.scaler.is_enabled():
+                self._adapt_scale(self._done)
+        unused = ", ".join(name for name in self.optimizers if name in {*self._totals, *self._batch_weight} - self._stepped)
+        discard(self._parameters)
+        self.clock.enter("other")
+        loss, _ = self.world.mean(losses, weights, summed=False)
+        update = dataclasses.replace(self._done, loss=loss)
+        if self.settings.optimizer.nonfinite == "raise" and loss.device.type != "cpu":
+            self._watch(update)
+        return self.counted(update, batches, run, [_UNUSED.format(unused) if unused else None])
+
+    def backward(self, loss: torch.Tensor, names: list[str], weight: float | None, *, retain_graph: bool) -> None:
+        """Add the gradients of ``loss`` to those of the optimizers ``names``."""
+        self.clock.enter("backward")
+        self.hooks.call("before_backward", loss)
+        counts: Weight = self._examples if weight is None else weight
+        for name in names:
+            before = self._batch_weight.setdefault(name, counts)
+            if before != counts:
+                raise WorkloadError(
+                    f"run.backward got losses of one batch with the weights {before} and {counts} for {name!r}. Give all "
+                    "losses of a batch one weight."
+                )
+        if self._count > 1:
+            if self._typical is None:
+                self._typical = float(counts) or 1.0
+            loss = loss * (counts / self._typical)
+        inputs = None if len(names) == len(self.optimizers) else self._of(names)
+        with self._precise():
+            torch.autograd.backward(self.scaler.scale(loss), retain_graph=retain_graph, inputs=inputs)
+        torch.clear_autocast_cache()  # holds casts of parameters, with a graph that is freed now
+        self.clock.enter("forward")
+
+    def step(self, names: list[str], closure: Closure | None) -> bool:
+        """Make the steps of the optimizers ``names``, unless a further batch of the update follows."""
+        if closure is not None and (self._count > 1 or self.scaler.is_enabled()):
+            what = f"an update of {self._count} batches" if self._count > 1 else "float16's loss scale"
+            raise WorkloadError(
+                f"run.step got a closure, which computes one batch anew, in {what}. Leave that setting out. {PAGE}"
+            )
+        if not self.last:
+            return False
+        made = [self._one(name, closure) for name in names]
+        return all(made)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this update."""
+        assert self._run is not None
+        self._run.context.stop(reason)
+
+    def _driven(self, batch: Batch, *, last: bool) -> tuple[torch.Tensor, Weight]:
+        """Call the function with ``batch``; returns the loss to report and its weight."""
+        self.last, self._examples = last, examples(batch)
+        self._batch_weight.clear()
+        self.clock.enter("forward")
+        with self.precision():
+            loss, weight = self.objective.driven(self._manual, fresh(batch))
+        if not self.last:
+            for name, counts in self._batch_weight.items():
+                self._totals[name] = self._totals.get(name, 0.0) + counts
+        return loss.detach(), self._examples if weight is None else weight
+
+    def _one(self, name: str, closure: Closure | None) -> bool:
+        """The step of the optimizer ``name``."""
+        optimizer, parameters = self.optimizers[name], self._of([name])
+        self.clock.enter("optimizer")
+        if name in self._stepped and self.scaler.is_enabled():
+            raise WorkloadError(
+                f"run.step was called twice for {name!r} in one update, between which float16's loss scale cannot change. Use "
+                "precision.autocast='bfloat16', or one step per update."
+            )
+        self._stepped.add(name)
+        self.intact = False
+        with self._precise():
+            if closure is not None:
+                self._with_closure(optimizer, parameters, closure)
+                applied = True
+            else:
+                total = self._totals.pop(name, 0.0) + self._batch_weight.pop(name, 0.0)
+                applied = self._averaged(optimizer, parameters, total)
+                if applied:
+                    self.hooks.call("before_step")
+                    with UPDATING:
+                        self.scaler.step(optimizer)
+                    self.hooks.call("after_step")
+        discard(parameters)
+        torch.clear_autocast_cache()  # holds casts of the parameters before this step
+        self.clock.enter("forward")
+        return applied
+
+    def _averaged(self, optimizer: Optimizer, parameters: list[nn.Parameter], total: Weight) -> bool:
+        """Turn the gradients into those of the mean, clip and check them; returns whether the step is to be made."""
+        self.scaler.unscale_(optimizer)
+        grads = gradients_of(parameters)
+        self._unweight(grads, total if self._count > 1 else None)
+        if self.hooks:
+            self.hooks.call("after_backward")
+            grads = gradients_of(parameters)
+        check, norm = self.bounded(grads)
+        if check is None:
+            check = torch.zeros((), device=self._done.check.device)
+        applied, overflowed = self._judged(check, optimizer)
+        done, both = self._done, self._done.check + check
+        self._done = Update(both, both, norm if norm is not None else done.norm, done.applied and applied, overflowed)
+        return applied
+
+    def _judged(self, check: torch.Tensor, optimizer: Optimizer) -> tuple[bool, bool]:
+        """Whether the step of ``optimizer`` is to be made; and if not, whether float16's loss scale was too large."""
+        nonfinite = self.settings.optimizer.nonfinite
+        if self.scaler.is_enabled():
+            left_out = any(map(float, self.scaler._found_inf_per_device(optimizer).values()))
+            return not left_out, left_out and self.scaler.get_scale() > LEAST_SCALE
+        if nonfinite in ("skip", "stop"):
+            return math.isfinite(float(check)), False
+        if nonfinite == "raise" and check.device.type == "cpu" and not math.isfinite(float(check)):
+            name = next(name for name, each in self.optimizers.items() if each is optimizer)
+            raise NonFiniteError(
+                f"The gradient for the optimizer {name!r} is not finite: its norm or sum is {float(check)}. Lower the learning "
+                'rate, clip with OptimizerSettings(clip_norm=1.0), or leave such steps out: nonfinite="skip".'
+            )
+        return True, False
+
+    def _with_closure(self, optimizer: Any, parameters: list[nn.Parameter], closure: Closure) -> None:
+        """The step of an ``optimizer`` that computes loss and gradients several times."""
+
+        def computed() -> torch.Tensor:
+            discard(parameters)
+            with torch.enable_grad(), self.precision():
+                loss = closure()
+            grads = gradients_of(parameters)
+            check, _ = self.bounded(grads)
+            if check is not None:
+                self._judged(check, optimizer)
+            return loss.detach()
+
+        with UPDATING:
+            optimizer.step(computed)
+
+    def _precise(self) -> Any:
+        """A block without autocast."""
+        return NOTHING if self.settings.precision.autocast is None else torch.autocast(self.settings.device, enabled=False)
+
+    def _of(self, names: list[str]) -> list[nn.Parameter]:
+        return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"] if p.requires_grad]

@@ -1,0 +1,240 @@
+"""Losses that drive, optimizers by name and closures: equal to the loop by hand, also killed and resumed."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
+from trimtab.errors import NonFiniteError, UsageError, WorkloadError
+from trimtab.train.loss.manual_run import ManualRun
+
+
+class Gan(nn.Module):
+    """A generator of pairs of numbers, and its critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def losses(model: Gan, real: torch.Tensor) -> tuple[Any, Any]:
+    fake = model.generator(torch.randn(len(real), 3))
+
+    def of_critic() -> torch.Tensor:
+        return F.softplus(-model.critic(real)).mean() + F.softplus(model.critic(fake.detach())).mean()
+
+    def of_generator() -> torch.Tensor:
+        return F.softplus(-model.critic(fake)).mean()
+
+    return of_critic, of_generator
+
+
+def step(run: ManualRun, real: torch.Tensor) -> torch.Tensor:
+    of_critic, of_generator = losses(run.model, real)  # type: ignore[arg-type]
+    critic = of_critic()
+    run.backward(critic, "critic")
+    run.step("critic")
+    run.backward(of_generator(), run.optimizers["generator"])
+    run.step("generator")
+    return critic
+
+
+def data(sizes: tuple[int, ...] = (8,) * 6) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 2, generator=made) for size in sizes]
+
+
+def decaying(optimizer: torch.optim.Optimizer, updates: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda update: 1 - update / updates)
+
+
+def trainer(folder: pathlib.Path | None = None, accumulate: int = 1, **given: Any) -> Trainer:
+    torch.manual_seed(0)
+    made = Trainer(
+        Gan(),
+        loss=step,
+        optimizer={
+            "critic": lambda parameters: torch.optim.Adam(parameters, lr=3e-3),
+            "generator": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+        },
+        schedule={"critic": decaying, "generator": lambda optimizer, updates: StepLR(optimizer, 2)},
+        ema={"generator": 0.9},
+        settings=Settings(data=DataSettings(accumulate=accumulate), optimizer=OptimizerSettings(clip_norm=0.5)),
+        checkpoint=folder,
+        progress=False,
+        **given,
+    )
+    torch.manual_seed(7)
+    return made
+
+
+def by_hand(epochs: int) -> tuple[Gan, dict[str, torch.Tensor]]:
+    """The same GAN in a plain loop: its parameters, and the average of the generator's."""
+    torch.manual_seed(0)
+    model = Gan()
+    critic = torch.optim.Adam(model.critic.parameters(), lr=3e-3)
+    generator = torch.optim.SGD(model.generator.parameters(), lr=1e-2, momentum=0.9)
+    schedules = decaying(critic, 6 * epochs), StepLR(generator, 2)
+    average = {name: value.detach().clone() for name, value in model.generator.named_parameters()}
+    torch.manual_seed(7)
+    made = 0
+    for _ in range(epochs):
+        for real in data():
+            of_critic, of_generator = losses(model, real)
+            critic.zero_grad()
+            of_critic().backward()
+            nn.utils.clip_grad_norm_(model.critic.parameters(), 0.5)
+            critic.step()
+            generator.zero_grad()
+            of_generator().backward()
+            nn.utils.clip_grad_norm_(model.generator.parameters(), 0.5)
+            generator.step()
+            for schedule in schedules:
+                schedule.step()
+            share = 1 - min(0.9, (1 + made) / (10 + made))
+            for name, value in model.generator.named_parameters():
+                average[name].lerp_(value.detach(), share)
+            made += 1
+    return model, average
+
+
+def test_a_gan_equals_the_loop_by_hand_and_resumes(tmp_path: pathlib.Path) -> None:
+    model, average = by_hand(3)
+    run = trainer()
+    summary = run.fit(data(), epochs=3)
+    assert summary.updates == 18
+    assert summary.loss is not None
+    trained = run.model.state_dict()
+    for name, value in model.state_dict().items():
+        part, _, rest = name.partition(".")
+        torch.testing.assert_close(trained[name], value if part == "critic" else average[rest], rtol=1e-6, atol=1e-7)
+
+    killed = trainer(tmp_path, checkpoint_every=1).updates(data(), epochs=3)
+    for _ in range(8):
+        next(killed)
+    killed.close()
+    again = trainer(tmp_path).resume()
+    again.fit(data(), epochs=3)
+    assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in trained.items())
+    rates = [group["lr"] for group in again.optimizer.param_groups]
+    assert rates == [pytest.approx(0.0), pytest.approx(1e-2 * 0.1**9)]
+
+    with pytest.raises(UsageError, match=r"made with OptimizerDict\(critic=Adam, generator=SGD\), not Adam"):
+        Trainer(Gan(), loss=step, optimizer=torch.optim.Adam, checkpoint=tmp_path).resume()
+
+
+def test_accumulated_batches_of_unequal_size_count_by_their_examples() -> None:
+    """Without noise, three batches of one update give the gradient of all their rows."""
+
+    def regress(run: ManualRun, batch: torch.Tensor) -> None:
+        run.backward((run.model(batch) - batch.sum(1, keepdim=True)).square().mean())
+        assert run.step() == run.last
+
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    whole = copy.deepcopy(model)
+    batches = data((5, 2, 9))
+    for net, given, accumulate in ((model, batches, 3), (whole, [torch.cat(batches)], 1)):
+        settings = Settings(data=DataSettings(accumulate=accumulate))
+        Trainer(net, loss=regress, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), settings=settings).fit(given, epochs=4)
+    torch.testing.assert_close(model.weight, whole.weight)
+
+
+def test_lbfgs_by_its_closure() -> None:
+    """Equal to the bit with a loss of outputs and targets, with a driving function, and by hand."""
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(2))
+    pairs = [(x, x.square().sum(1, keepdim=True))]
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(parameters, lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+
+    hand = made()
+    optimizer = lbfgs(hand.parameters())
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = F.mse_loss(hand(pairs[0][0]), pairs[0][1])
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+
+    def driving(run: ManualRun, batch: Any) -> None:
+        def again() -> torch.Tensor:
+            loss = F.mse_loss(run.model(batch[0]), batch[1])
+            run.backward(loss)
+            return loss
+
+        run.step(closure=again)
+
+    halves = [(x[:13], pairs[0][1][:13]), (x[13:], pairs[0][1][13:])]
+    for loss, given, accumulate in ((nn.MSELoss(), pairs, 1), (driving, pairs, 1), (nn.MSELoss(), halves, 2)):
+        model = made()
+        settings = Settings(data=DataSettings(accumulate=accumulate))
+        Trainer(model, loss=loss, optimizer=lbfgs, settings=settings).fit(given, epochs=4)
+        torch.testing.assert_close(
+            model.state_dict(), hand.state_dict(), rtol=0 if accumulate == 1 else 1e-3, atol=1e-4 * (accumulate - 1)
+        )
+    with pytest.raises(UsageError, match="LBFGS computes the loss several times per update.*bfloat16"):
+        Trainer(made(), loss=nn.MSELoss(), optimizer=lbfgs, settings=Settings(precision=PrecisionSettings(autocast="float16")))
+    with pytest.raises(WorkloadError, match="a closure, which computes one batch anew, in an update of 2 batches"):
+        Trainer(made(), loss=driving, optimizer=lbfgs, settings=Settings(data=DataSettings(accumulate=2))).fit(halves, epochs=1)
+
+
+def test_what_is_wrong_is_said() -> None:
+    adam = torch.optim.Adam
+    with pytest.raises(UsageError, match="optimizer has 'actor', and Gan has no part of that name.*generator, critic"):
+        Trainer(Gan(), loss=step, optimizer={"actor": adam})
+    with pytest.raises(UsageError, match="Several have names: optimizer=.*docs/training-loops.md"):
+        Trainer(Gan(), loss=step, optimizer=[adam])  # type: ignore[arg-type]
+    model = Gan()
+    with pytest.raises(UsageError, match="'a' and 'b' have a parameter of shape .* in common"):
+        Trainer(model, loss=step, optimizer={"a": adam(model.parameters()), "b": adam(model.critic.parameters())})
+    with pytest.raises(UsageError, match="schedule has 'x', and no optimizer is called that; those are critic"):
+        Trainer(Gan(), loss=step, optimizer={"critic": adam}, schedule={"x": decaying})
+    with pytest.raises(UsageError, match="Settings have compile='auto'.*cannot be repeated"):
+        Trainer(Gan(), loss=step, optimizer={"critic": adam}, settings=Settings(compile="auto"))
+
+    def fails(run: ManualRun, batch: Any) -> None:
+        loss = run.model(batch).mean()
+        run.backward(loss * float(batch[0, 0]))
+        run.step("adam" if batch[0, 1] else None)
+
+    def one(value: float, name: float) -> list[torch.Tensor]:
+        return [torch.tensor([[value, name]])]
+
+    with pytest.raises(WorkloadError, match="The run has no optimizer 'adam'. It has 'optimizer'"):
+        Trainer(nn.Linear(2, 1), loss=fails, optimizer=adam).fit(one(1.0, 1.0), epochs=1)
+    with pytest.raises(NonFiniteError, match="The gradient for the optimizer 'optimizer' is not finite"):
+        Trainer(nn.Linear(2, 1), loss=fails, optimizer=adam).fit(one(float("nan"), 0.0), epochs=1)
+    skipping = Settings(optimizer=OptimizerSettings(nonfinite="skip"))
+    assert (
+        Trainer(nn.Linear(2, 1), loss=fails, optimizer=adam, settings=skipping).fit(one(float("nan"), 0.0), epochs=2).skipped
+        == 2
+    )
+    with pytest.raises(WorkloadError, match="returned nothing and called no run.backward"):
+        Trainer(nn.Linear(2, 1), loss=lambda run, batch: None, optimizer=adam).fit(one(1.0, 0.0), epochs=1)
+    left = Trainer(nn.Linear(2, 1), loss=lambda run, batch: run.backward(run.model(batch).mean()), optimizer=adam)
+    assert "gradients of optimizer were used by no step" in "".join(left.fit(one(1.0, 0.0), epochs=1).notes)
+
+
+def test_validation_calls_the_function_without_steps() -> None:
+    run = trainer()
+    before = copy.deepcopy(run.model.state_dict())
+    figure = run.validate(data())["loss"]
+    assert figure > 0
+    torch.testing.assert_close(run.model.state_dict(), before, rtol=0, atol=0)

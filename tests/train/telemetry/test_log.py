@@ -1,0 +1,115 @@
+"""Figures logged from a loss, a model, a hook and a callback; hooks; and the callbacks that write figures."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from _runs import Line, loader, trainer
+from trimtab.errors import UsageError, WorkloadError
+from trimtab.train import log
+from trimtab.train.telemetry.events import EpochEnded, EpochStarted, Event, Progressed, Validated
+from trimtab.train.telemetry.loggers import CsvLines, MLflow, WandB
+
+
+class Telling(Line):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        log("mean", found.mean())
+        return found
+
+
+class Kept:
+    """What W&B and MLflow are called with."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, figures: dict[str, float], *, step: int) -> None:
+        self.rows.append((step, figures))
+
+    log_metrics = log
+
+
+def test_figures_from_anywhere_reach_the_events_and_the_loggers(tmp_path: pathlib.Path) -> None:
+    """Windows of six updates cross the epochs of eight; a validation has means of its own."""
+    events: list[Event] = []
+    hooked: list[str] = []
+    wandb, mlflow = Kept(), Kept()
+    calls = iter(range(1, 99))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        log("call", next(calls))
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def before(made: Any, value: torch.Tensor) -> None:
+        hooked.append("before_backward")
+        log("hooked", value)
+
+    def told(made: Any, event: Event) -> None:
+        events.append(event)
+        if isinstance(event, EpochEnded):
+            log("ended", event.epoch)
+
+    def bounded(made: Any) -> None:
+        made.model.layer.weight.grad.zero_()
+        hooked.append("after_backward")
+
+    hooks = {
+        "before_backward": before,
+        "after_backward": bounded,
+        "before_step": lambda made: hooked.append("before_step"),
+        "after_step": lambda made: hooked.append("after_step"),
+    }
+    run = trainer(
+        Telling,
+        loss=loss,
+        log_every=6,
+        hooks=hooks,
+        callbacks=[told, CsvLines(tmp_path / "figures.csv"), WandB(wandb), MLflow(mlflow)],
+    )
+    weight = run.model.layer.weight.clone()  # type: ignore[union-attr, operator]
+    run.fit(loader(shuffle=False), loader(shuffle=False), epochs=2)
+    assert torch.equal(run.model.layer.weight, weight)  # type: ignore[union-attr, arg-type]
+    assert hooked == ["before_backward", "after_backward", "before_step", "after_step"] * 16
+    windows = [event for event in events if isinstance(event, Progressed)]
+    assert [event.update for event in windows] == [6, 12, 16]
+    assert [event.logged["call"] for event in windows] == pytest.approx([3.5, (7 + 8 + 17 + 18 + 19 + 20) / 6, 22.5])
+    assert windows[1].logged["ended"] == 0
+    assert windows[0].logged["hooked"] == pytest.approx(windows[0].loss)
+    validated = [event for event in events if isinstance(event, Validated)]
+    assert [event.logged["call"] for event in validated] == [12.5, 28.5]
+    assert [(type(event), event.epoch) for event in events if isinstance(event, EpochStarted | EpochEnded)] == [
+        (EpochStarted, 0), (EpochEnded, 0), (EpochStarted, 1), (EpochEnded, 1),
+    ]  # fmt: skip
+    rows = list(csv.reader((tmp_path / "figures.csv").open()))
+    assert rows[0] == ["update", "epoch", "name", "value"]
+    assert ["6", "0", "train/call", "3.5"] in rows
+    assert wandb.rows == mlflow.rows
+    assert wandb.rows[1][1]["validate/call"] == 12.5
+    log("call", 1.0)  # outside of a run nothing happens
+
+
+def test_what_cannot_be_logged_or_hooked_is_said() -> None:
+    for value, said in ((torch.zeros(2), r"a tensor of shape \(2,\)"), ("high", "got a str")):
+        with pytest.raises((UsageError, WorkloadError), match=rf"log\('x', ...\) {'got ' if 'tensor' in said else ''}{said}"):
+            trainer(callbacks=[lambda _, event, value=value: log("x", value)]).fit(loader(), epochs=1)
+    with pytest.raises(UsageError, match="hooks has 'on_step', which there is none of. before_backward"):
+        trainer(hooks={"on_step": print})
+    with pytest.raises(UsageError, match=r"The hook after_step cannot be called with \(trainer\): "):
+        trainer(hooks={"after_step": lambda: None})
+
+    def fails(made: Any) -> None:
+        raise KeyError("x")
+
+    with pytest.raises(WorkloadError, match="The hook before_step raised: KeyError: 'x'"):
+        trainer(hooks={"before_step": fails}).fit(loader(), epochs=1)
+    with pytest.raises(UsageError, match="WandB got 3, which has no log"):
+        WandB(3)
+    with pytest.raises(UsageError, match="MLflow got 3, which has no log_metrics"):
+        MLflow(3)
