@@ -533,7 +533,7 @@ except ArtifactError as error:
 """
 
 
-@pytest.mark.parametrize("limit", [1000, 12_000])
+@pytest.mark.parametrize("limit", [pytest.param(1000, marks=pytest.mark.long), 12_000])
 def test_a_full_disk_leaves_the_old_artifact_and_nothing_half_written(limit: int, folder: pathlib.Path) -> None:
     source = FULL_DISK.format(path=[str(TESTS / "artifact"), str(TESTS)], folder=str(folder), limit=limit)
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True)

@@ -125,6 +125,7 @@ def test_only_artifacts_are_replaced(tmp_path: pathlib.Path) -> None:
     assert (copy.path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.long
 def test_large_test_vectors_are_read_again(tmp_path: pathlib.Path) -> None:
     subject = Candidate.of(nn.ReLU(), (torch.randn(1, 34_000_000),))
     artifact = shipped(tmp_path / "artifact", subject, Eager())

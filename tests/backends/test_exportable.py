@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -99,14 +100,21 @@ def parametrized() -> nn.Module:
 
 
 MODELS = [within, in_a_row, twice, whole, from_a_file, without_weights, parametrized]
-SLOW = [within, whole]
+SLOW = [within]
 """For AOTInductor, which compiles for ten seconds what was exported as it is for eager PyTorch."""
+COMPILED = [within, in_a_row, parametrized]
+"""For TorchInductor: the other models take its same path."""
 ASKED = [(backend, make) for backend in BACKENDS for make in MODELS if make in SLOW or not isinstance(backend, Aoti)]
+
+
+def compiled(backend: Backend, make: Callable[[], nn.Module]) -> list[Any]:
+    """The marks of what a compiler makes."""
+    return [] if backend.cost != "minute" else [needs_compiler] if make in COMPILED else [needs_compiler, pytest.mark.long]
 
 
 @pytest.mark.parametrize(
     ("backend", "make"),
-    [pytest.param(*each, marks=needs_compiler if each[0].cost == "minute" else ()) for each in ASKED],
+    [pytest.param(*each, marks=compiled(*each)) for each in ASKED],
     ids=lambda each: getattr(each, "name", None) or each.__name__,
 )
 def test_what_ships_says_what_the_model_says(backend: Backend, make: Callable[[], nn.Module], tmp_path: pathlib.Path) -> None:

@@ -81,7 +81,9 @@ def assert_writes(candidate: Candidate, call: Callable[..., object], inputs: Seq
 QUICK = [BACKENDS[name]() for name in ("eager", "torchscript", "onnxruntime", "openvino")]
 
 
-@pytest.mark.parametrize("backend", [*QUICK, pytest.param(BACKENDS["inductor"](), marks=needs_compiler)], ids=str)
+@pytest.mark.parametrize(
+    "backend", [*QUICK, pytest.param(BACKENDS["inductor"](), marks=[needs_compiler, pytest.mark.long])], ids=str
+)
 def test_every_runtime_writes_to_the_cache(backend: Backend, tmp_path: pathlib.Path) -> None:
     candidate = decoder(backend)
     assert candidate.signature.writes == ("cache",)

@@ -325,6 +325,7 @@ def test_no_telemetry_starts(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_no_telemetry_where_openvino_was_imported_before(tmp_path):
     program = textwrap.dedent("""
         import sys

@@ -59,7 +59,9 @@ def candidate_of(model: nn.Module) -> Candidate:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-@pytest.mark.parametrize(("model", "kept", "lost"), [(Rows, "length", "batch"), (Steps, "batch", "length")])
+@pytest.mark.parametrize(
+    ("model", "kept", "lost"), [pytest.param(Rows, "length", "batch", marks=pytest.mark.long), (Steps, "batch", "length")]
+)
 def test_the_size_that_is_not_tied_down_stays_free(
     backend: Backend, model: type[nn.Module], kept: str, lost: str, tmp_path: pathlib.Path
 ) -> None:

@@ -270,6 +270,7 @@ def test_settings_reach_the_backends() -> None:
     assert dataclasses.replace(Inductor(), mode="default").to_json() == {"name": "inductor", "mode": "default"}
 
 
+@pytest.mark.long
 @needs_compiler
 def test_aoti_without_freezing_is_right_too() -> None:
     candidate = Candidate.of(nn.Sequential(nn.Linear(6, 8), nn.Tanh()).eval(), (torch.randn(4, 6),))

@@ -273,6 +273,7 @@ def test_a_terminal_that_is_closed_leaves_the_exit_code_alone() -> None:
     assert process.returncode == 7
 
 
+@pytest.mark.long
 def test_a_search_that_nobody_reads_goes_on_to_its_end(tmp_path: pathlib.Path) -> None:
     run = tmp_path / "run"
     workload = write(tmp_path, "def made(): return workload()")

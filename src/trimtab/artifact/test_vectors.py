@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab.artifact.parity import array_error, read_vectors, worst_errors
-from trimtab.core.candidate import Candidate, resized
+from trimtab.core.candidate import Candidate
+from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.comparison import NEAR_TIES, is_discrete

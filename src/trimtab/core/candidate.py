@@ -15,13 +15,12 @@ from torch import nn
 
 from trimtab._internal.text import counted
 from trimtab._internal.user_code import user_code
-from trimtab.core.dynamic_dims import following, tried
+from trimtab.core.dynamic_dims import following, mark_dynamic, resized, tried
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.hardware.environment import IMPORT_ERRORS
-from trimtab.tensors.comparison import ordered, stretched
 from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import Structure, classes, cloned, flatten, names, unflatten
 from trimtab.tensors.weights import raw
@@ -172,20 +171,6 @@ class Candidate:
         return leaves
 
 
-def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
-    """``leaf`` with each axis that ``shape`` names ``name`` repeated or cut to ``size``. Sorted values stay sorted; an empty
-    axis is extended with zeros."""
-    for axis, want in enumerate(shape):
-        if want == name and leaf.shape[axis] != size:
-            if ordered(leaf):
-                return stretched(leaf, size)
-            if size and not leaf.shape[axis]:
-                return leaf.new_zeros([*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]])
-            copies = max(1, -(-size // max(leaf.shape[axis], 1)))
-            leaf = torch.cat([leaf] * copies, dim=axis).narrow(axis, 0, size).contiguous()
-    return leaf
-
-
 def call_model(model: nn.Module, structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
     """The model's output for copies of the flat input tensors, computed without gradients."""
     return _called(model, structure, [leaf.clone() for leaf in leaves])
@@ -207,29 +192,6 @@ def _written(before: torch.Tensor, after: torch.Tensor) -> bool:
         return False
     counted = not after.is_inference() and after._version > 0
     return counted or not torch.equal(raw(before), raw(after))
-
-
-def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:
-    """``inputs`` with the axes in ``dynamic`` replaced by the names of their dimensions.
-
-    Raises:
-        UsageError: an unknown input or axis.
-    """
-    known = {spec.name: spec for spec in inputs}
-    for name, axes in dynamic.items():
-        if name not in known:
-            raise UsageError(f"dynamic names the input {name!r}, but the inputs are {', '.join(known) or 'none'}.")
-        there = range(len(known[name].shape))
-        if wrong := [axis for axis in axes if axis not in there]:
-            fix = f"Axes count from 0: use {' or '.join(map(str, there))}." if there else "Leave it out."
-            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {counted(len(there), 'axis')}. {fix}")
-    return tuple(
-        dataclasses.replace(
-            spec,
-            shape=tuple(dynamic[spec.name][i].name if i in dynamic.get(spec.name, {}) else s for i, s in enumerate(spec.shape)),
-        )
-        for spec in inputs
-    )
 
 
 def _outputs_at(

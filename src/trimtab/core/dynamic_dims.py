@@ -1,4 +1,4 @@
-"""Infer dynamic dimensions from examples: which sizes differ, which are equal to each other, and which is the batch."""
+"""Dynamic dimensions: read what a workload states, infer them from examples, mark them in specs, and resize tensors to them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from trimtab._internal.text import counted
+from trimtab._internal.text import counted, of_type
 from trimtab.core.signature import Dim, TensorSpec
 from trimtab.errors import UsageError
+from trimtab.tensors.comparison import ordered, stretched
 
 BATCH = "batch"
 BATCHES = frozenset({BATCH, "batch_size", "batchsize", "bs", "b", "n", "examples"})
@@ -102,6 +104,69 @@ def following(spec: TensorSpec, name: str, seen: Mapping[int, Sequence[int]]) ->
         for size, found in zip(spec.shape, axes, strict=True)
     )
     return dataclasses.replace(spec, shape=shape)
+
+
+def check_stated(dynamic: Any) -> None:
+    """Refuse a ``Workload(dynamic=)`` that is not ``{"input name": {axis: "dimension name" or Dim}}``, such as torch's forms.
+
+    Raises:
+        UsageError: it is.
+    """
+    form = 'Give {"name of the input": {0: "batch"}}, where a trimtab.Dim in place of the text states bounds.'
+    if dynamic is None:
+        return
+    if not isinstance(dynamic, Mapping):
+        raise UsageError(f"Workload dynamic is {of_type(dynamic)}. {form}")
+    for name, axes in dynamic.items():
+        if not isinstance(name, str) or not isinstance(axes, Mapping):
+            raise UsageError(f"Workload dynamic has {axes!r} for {name!r}, which does not name its axes. {form}")
+        for axis, dim in axes.items():
+            if isinstance(axis, bool) or not isinstance(axis, int):
+                raise UsageError(f"Workload dynamic has the axis {axis!r} of {name!r}; axes are numbers from 0. {form}")
+            if not isinstance(dim, (str, Dim)):
+                kind = type(dim)
+                torchs = ", which is torch's," if kind.__module__.startswith("torch.") else ""
+                raise UsageError(
+                    f"Workload dynamic has a {kind.__module__}.{kind.__qualname__} for axis {axis} of {name!r}{torchs} and not "
+                    f"a name. {form}"
+                )
+
+
+def mark_dynamic(inputs: tuple[TensorSpec, ...], dynamic: Mapping[str, Mapping[int, Dim]]) -> tuple[TensorSpec, ...]:
+    """``inputs`` with the axes in ``dynamic`` replaced by the names of their dimensions.
+
+    Raises:
+        UsageError: an unknown input or axis.
+    """
+    known = {spec.name: spec for spec in inputs}
+    for name, axes in dynamic.items():
+        if name not in known:
+            raise UsageError(f"dynamic names the input {name!r}, but the inputs are {', '.join(known) or 'none'}.")
+        there = range(len(known[name].shape))
+        if wrong := [axis for axis in axes if axis not in there]:
+            fix = f"Axes count from 0: use {' or '.join(map(str, there))}." if there else "Leave it out."
+            raise UsageError(f"dynamic names axis {wrong[0]} of {name!r}, which has {counted(len(there), 'axis')}. {fix}")
+    return tuple(
+        dataclasses.replace(
+            spec,
+            shape=tuple(dynamic[spec.name][i].name if i in dynamic.get(spec.name, {}) else s for i, s in enumerate(spec.shape)),
+        )
+        for spec in inputs
+    )
+
+
+def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int) -> torch.Tensor:
+    """``leaf`` with each axis that ``shape`` names ``name`` repeated or cut to ``size``. Sorted values stay sorted; an empty
+    axis is extended with zeros."""
+    for axis, want in enumerate(shape):
+        if want == name and leaf.shape[axis] != size:
+            if ordered(leaf):
+                return stretched(leaf, size)
+            if size and not leaf.shape[axis]:
+                return leaf.new_zeros([*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]])
+            copies = max(1, -(-size // max(leaf.shape[axis], 1)))
+            leaf = torch.cat([leaf] * copies, dim=axis).narrow(axis, 0, size).contiguous()
+    return leaf
 
 
 def describe_dims(dims: Mapping[str, Mapping[int, Dim]]) -> str:

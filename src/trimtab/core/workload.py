@@ -15,7 +15,7 @@ from trimtab._internal.text import of_type
 from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab._internal.validation import by_name, checked_call
 from trimtab.core.capture import Call, record
-from trimtab.core.dynamic_dims import describe_dims
+from trimtab.core.dynamic_dims import check_stated, describe_dims
 from trimtab.core.limits import PRESETS, Limits
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim
@@ -187,7 +187,7 @@ class Workload:
                 raise UsageError(f"Workload {name} is {of_type(value)}; give a trimtab.{kind.__name__}.")
         if self.mode == "infer":
             _check_inputs(self.inputs)
-        _check_dynamic(self.dynamic)
+        check_stated(self.dynamic)
 
     def __repr__(self) -> str:
         model = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "function")
@@ -307,28 +307,6 @@ def _check_inputs(inputs: Any) -> None:
             f"The workload's inputs hold no tensor: they are {given if len(given) < 80 else given[:76] + ' ...'}. Give what "
             "the model is called with, such as inputs=images[:1]."
         )
-
-
-def _check_dynamic(dynamic: Any) -> None:
-    """Refuse anything but ``{"input name": {axis: "dimension name" or Dim}}``, such as torch's own forms."""
-    form = 'Give {"name of the input": {0: "batch"}}, where a trimtab.Dim in place of the text states bounds.'
-    if dynamic is None:
-        return
-    if not isinstance(dynamic, Mapping):
-        raise UsageError(f"Workload dynamic is {of_type(dynamic)}. {form}")
-    for name, axes in dynamic.items():
-        if not isinstance(name, str) or not isinstance(axes, Mapping):
-            raise UsageError(f"Workload dynamic has {axes!r} for {name!r}, which does not name its axes. {form}")
-        for axis, dim in axes.items():
-            if isinstance(axis, bool) or not isinstance(axis, int):
-                raise UsageError(f"Workload dynamic has the axis {axis!r} of {name!r}; axes are numbers from 0. {form}")
-            if not isinstance(dim, (str, Dim)):
-                kind = type(dim)
-                torchs = ", which is torch's," if kind.__module__.startswith("torch.") else ""
-                raise UsageError(
-                    f"Workload dynamic has a {kind.__module__}.{kind.__qualname__} for axis {axis} of {name!r}{torchs} and not "
-                    f"a name. {form}"
-                )
 
 
 def _built(model: nn.Module | Callable[[], nn.Module], what: str) -> nn.Module:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from trimtab.core.candidate import Candidate, call_model, mark_dynamic, resized
+from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.capture import Call, arranged, difference
-from trimtab.core.dynamic_dims import Dims, dim_names, fitting, replaced, sizes_of, without
+from trimtab.core.dynamic_dims import Dims, dim_names, fitting, mark_dynamic, replaced, resized, sizes_of, without
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, specs
 from trimtab.core.workload import BY_HAND, user_code
 from trimtab.errors import UsageError, WorkloadError

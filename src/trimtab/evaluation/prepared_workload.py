@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from trimtab._internal.text import counted
-from trimtab.core.candidate import Candidate, call_model, mark_dynamic
+from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.capture import Call
-from trimtab.core.dynamic_dims import BATCHES, Dims, describe_dims, find_dims
+from trimtab.core.dynamic_dims import BATCHES, Dims, describe_dims, find_dims, mark_dynamic
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, require_plain, specs
 from trimtab.core.workload import BY_HAND, Workload, as_call, user_code
 from trimtab.data.batch_independence import ROUNDING, Answer, Judge

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from trimtab._internal.text import no_file
-from trimtab.core.candidate import resized
 from trimtab.core.capture import Call
-from trimtab.core.dynamic_dims import BATCH, BATCHES, Dims, fitting
+from trimtab.core.dynamic_dims import BATCH, BATCHES, Dims, fitting, resized
 from trimtab.core.signature import Dim, dtype_name
 from trimtab.core.workload import as_call
 from trimtab.data.batch_independence import ROUNDING, Judge

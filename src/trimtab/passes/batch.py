@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from trimtab.core.candidate import Candidate, resized
+from trimtab.core.candidate import Candidate
+from trimtab.core.dynamic_dims import resized
 from trimtab.core.technique import Choice, Pass
 from trimtab.errors import CompileError
 from trimtab.tensors.structure import unflatten

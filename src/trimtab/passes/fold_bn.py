@@ -15,7 +15,8 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from trimtab._internal.user_code import user_code
-from trimtab.core.candidate import MODEL_ERRORS, Candidate, call_model, resized
+from trimtab.core.candidate import MODEL_ERRORS, Candidate, call_model
+from trimtab.core.dynamic_dims import resized
 from trimtab.core.technique import Pass
 from trimtab.errors import CompileError, UsageError, WorkloadError
 from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ

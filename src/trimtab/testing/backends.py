@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from trimtab._internal.serialization import dumps
 from trimtab.core.backend import BACKENDS, Backend, Executable
-from trimtab.core.candidate import Candidate, resized
+from trimtab.core.candidate import Candidate
+from trimtab.core.dynamic_dims import resized
 from trimtab.core.recipe import Recipe
 from trimtab.errors import InputError
 from trimtab.tensors.structure import flatten, unflatten

@@ -20,7 +20,8 @@ from trimtab.backends.common.causes import CONVERSION_ERRORS, known_cause
 from trimtab.backends.common.exported_program import fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
 from trimtab.backends.common.process_lock import SHARED
-from trimtab.core.candidate import Candidate, resized
+from trimtab.core.candidate import Candidate
+from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
 from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from trimtab._internal.user_code import user_code
-from trimtab.core.candidate import Candidate, resized
+from trimtab.core.candidate import Candidate
+from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Dim
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.hardware.system import free_mb, lifetime_mb

@@ -19,8 +19,9 @@ from trimtab._internal.serialization import dumps, from_json, to_json, write_jso
 from trimtab.artifact.artifact import Golden, open_artifact, write_artifact
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS, Executable
-from trimtab.core.candidate import Candidate, resized
+from trimtab.core.candidate import Candidate
 from trimtab.core.check import CHECKS
+from trimtab.core.dynamic_dims import resized
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Comparison
 from trimtab.core.recipe import Recipe
