@@ -205,7 +205,7 @@ def example(cls: type[Technique]) -> str:
         made = f'Recipe(backend=BACKENDS["{cls.name}"]())'
         return f"from trimtab import BACKENDS, Recipe\n\nrecipe = {made}"
     if "infer" not in cls.modes:
-        (name,) = typing.cast(Any, cls).sets
+        name = min(typing.cast(Any, cls).sets, key=len)  # the others say how it is done
         group, _, field = name.rpartition(".")
         kind = type(getattr(Settings(), group)) if group else Settings
         value = '"auto"' if "auto" in str(typing.get_type_hints(kind)[field]) else "True"

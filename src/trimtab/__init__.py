@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trimtab.core.measurement import Interval, Measurement
     from trimtab.core.recipe import Recipe
     from trimtab.core.settings import (
+        CompilerSettings,
         DataSettings,
         DistributedSettings,
         MemorySettings,
@@ -46,6 +47,7 @@ _HOMES = {
     "Candidate": "core.candidate",
     "Check": "core.check",
     "Choice": "core.technique",
+    "CompilerSettings": "core.settings",
     "DataSettings": "core.settings",
     "Dim": "core.signature",
     "DistributedSettings": "core.settings",
@@ -92,6 +94,7 @@ __all__ = [
     "Candidate",
     "Check",
     "Choice",
+    "CompilerSettings",
     "DataSettings",
     "Dim",
     "DistributedSettings",

@@ -17,9 +17,11 @@ from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError
 from trimtab.passes.common.structure import kept
 from trimtab.passes.drop_layers import DropLayers
+from trimtab.passes.low_rank import LowRank
 from trimtab.passes.prune_channels import PruneChannels
 from trimtab.passes.prune_units import PruneUnits
 from trimtab.passes.recover import FOLDER, Recover
+from trimtab.passes.sparsify import Sparsify
 from trimtab.passes.student import Student
 from trimtab.testing.models import convnet, encoder, recurrent
 
@@ -315,3 +317,48 @@ def test_a_training_that_lowers_no_loss_is_refused(learnt) -> None:
     assert learnt.teacher is not None
     with pytest.raises(CompileError, match="did not lower the loss"):
         Recover(updates=2).apply(learnt.with_model(learnt.teacher))
+
+
+def test_zeros_have_the_share_and_pattern_asked_for_and_stay_zero_in_training(learnt) -> None:
+    whole = learnt.with_model(learnt.teacher)
+
+    def zeros(found: Candidate) -> list[torch.Tensor]:
+        return [module.weight == 0 for module in found.model.modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+
+    for fields in ({"scope": "layer"}, {"scope": "global"}, {"scope": "threshold", "bound": 0.05}, {"scope": "n:m"}):
+        made = Sparsify(**fields).apply(whole)  # type: ignore[arg-type]
+        found = zeros(made)
+        total = sum(int(each.sum()) for each in found) / sum(each.numel() for each in found)
+        assert f"Zeros: {total:.0%} of the weights; by layer: 0 {found[0].float().mean():.0%}, " in made.notes[0]
+        assert "No runtime here is faster" in made.notes[0]
+        for kept_weight, mask, before in zip(made.model.parameters(), found, whole.model.parameters(), strict=False):
+            if kept_weight.dim() > 1:
+                assert torch.equal(kept_weight, before.masked_fill(mask, 0))
+        if fields["scope"] == "global":
+            assert abs(total - 0.8) < 0.01
+        if fields["scope"] == "n:m":
+            assert torch.equal(found[1].view(2, -1, 4).sum(2), torch.full((2, 256), 2))
+    made = Sparsify(zeros=0.9).apply(whole)
+    trained = Recover(updates=10).apply(made)
+    assert off(trained) < off(made)
+    assert all((after >= before).all() for before, after in zip(zeros(made), zeros(trained), strict=True))
+    for fields, said in (({"zeros": 1.0}, "zeros is 1.0"), ({"bound": 0}, "bound is 0"), ({"pattern": "4:2"}, "is '4:2'")):
+        with pytest.raises(UsageError, match=said):
+            Sparsify(**fields)  # type: ignore[arg-type]
+
+
+def test_linear_layers_get_the_rank_that_their_inputs_need(learnt) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    inputs = torch.randn(256, 8) @ torch.randn(8, 64)  # of rank 8, unlike the weight
+    given = Candidate.of(model.eval(), (inputs[:4],), calibration=[((inputs,), {})])
+    made: Any = LowRank(share=0.25).apply(given).model
+    assert [tuple(layer.weight.shape) for layer in made[0]] == [(8, 64), (64, 8)]
+    torch.testing.assert_close(made(inputs), model(inputs), rtol=1e-2, atol=1e-2)
+    blind = LowRank(share=0.25).apply(dataclasses.replace(given, calibration=())).model
+    assert (blind(inputs) - model(inputs)).abs().mean() > 10 * (made(inputs) - model(inputs)).abs().mean()
+    torchs = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 128, batch_first=True), 1, enable_nested_tensor=False)
+    assert LowRank().apply(candidate(torchs, 2, 5, 32)).model.layers[0].linear1[0].out_features == 16  # type: ignore[union-attr, index]
+    assert "low_rank needs a linear layer" in str(LowRank().why_not(learnt))
+    with pytest.raises(UsageError, match="share is 0"):
+        LowRank(share=0)

@@ -705,3 +705,48 @@ def test_a_training_that_is_hopeless_is_stopped_though_it_is_exact_and_eager() -
     trials = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["eager"]()), 4.0)]
     slow = Recipe(passes=(PASSES["channels_last"](),), backend=BACKENDS["eager"]())
     assert ranking.to_reach(slow, trials, Limits(), "throughput")["floor"] > 1
+
+
+def by_sensitivity(recipe: Recipe) -> Trial:
+    """A machine on which int8 is fast, and a model that keeps its score with at least three layers in float, or trained."""
+    found = by_backend(recipe)
+    steps = {step.name: step for step in recipe.passes}
+    if "prune_channels" in steps or "prune_units" in steps or "drop_layers" in steps:
+        return Trial(recipe=recipe, state=State.SKIPPED, reason="It cannot be pruned.")
+    if not recipe.backend.quantizes and "fake_quant" not in steps:
+        plain = by_backend(Recipe(backend=BACKENDS[recipe.backend.name]()))
+        return found if recipe.exact else dataclasses.replace(found, speedup=plain.speedup)
+    floating = getattr(recipe.backend, "float_layers", 0)
+    kept = floating >= 3 or getattr(steps.get("recover"), "updates", 0) == 800
+    lost = drop(0.0 if kept else 0.5, 0.01 if kept else 0.6, 0.02, kept)
+    fast = complete(recipe, 6.0 - 0.1 * floating)
+    return dataclasses.replace(fast, drop=lost, state=State.COMPLETE if kept else State.STOPPED)
+
+
+def test_layers_go_back_to_float_until_the_limit_holds_and_no_more_than_needed() -> None:
+    counts = [getattr(t.recipe.backend, "float_layers", 0) for t in walk(by_sensitivity) if t.recipe.backend.name == "openvino"]
+    assert [count for count in counts if count][:8] == [1, 2, 4, 3] * 2, "each of the two int8 forms"
+
+    def slower(recipe: Recipe) -> Trial:
+        found = by_sensitivity(recipe)
+        return (
+            found if not getattr(recipe.backend, "float_layers", 0) else dataclasses.replace(found, speedup=Interval(2, 2, 2))
+        )
+
+    counts = [getattr(t.recipe.backend, "float_layers", 0) for t in walk(slower) if t.recipe.backend.name == "openvino"]
+    assert [count for count in counts if count] in ([1], [1, 1]), "nothing was left of the gain"
+
+
+def test_quantization_is_trained_where_the_runtimes_own_misses_the_limit_and_pays() -> None:
+    def asked_of(how: tuple[str, ...]) -> list[str]:
+        trials = compressing(by_sensitivity, how)
+        quantized = [t.recipe for t in trials if t.recipe.backend == BACKENDS["openvino"]()]
+        return [" ".join(f"{step.name}{getattr(step, 'updates', '')}" for step in recipe.passes) for recipe in quantized]
+
+    wanted = ["fake_quant", "fake_quant recover200", "fake_quant recover800"]
+    assert asked_of(("quantize",)) == wanted
+    assert [each for each in asked_of(("auto",)) if "fake_quant" in each] == wanted
+    assert not any("fake_quant" in each for each in asked_of(("prune",)))
+    assert not any(step.name == "fake_quant" for t in compressing(by_ratio, ("quantize",)) for step in t.recipe.passes), (
+        "the runtime's own int8 form keeps the limit"
+    )

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from trimtab.errors import NonFiniteError, TrimtabError, UsageError, WorkloadErr
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.schedules import cosine, linear, one_cycle
 from trimtab.train.runtime.step_clock import PHASES
+from trimtab.train.telemetry.distribution import Distribution
 from trimtab.train.telemetry.events import (
     Ended,
     EpochEnded,
@@ -145,6 +147,15 @@ def test_events_tell_what_happened(tmp_path: pathlib.Path) -> None:
     assert first.examples_per_s > 0
     assert sum(first.shares.values()) == pytest.approx(1, abs=0.02)
     assert set(first.shares) == set(PHASES)
+    assert first.median_ms is not None
+    assert first.median_ms > 0
+    assert first.loss_spread is not None
+    assert first.loss_spread > 0
+    assert first.p95_ms is None, "four updates have no p95"
+    assert first.resident_mb is not None
+    assert first.resident_mb > 50
+    assert first.allocated_mb is None
+    assert summary.spread_ms is not None
     validated = [event for event in events if isinstance(event, Validated)]
     assert set(validated[0].metrics) == {"loss", "accuracy"}
     assert validated[0].best
@@ -174,6 +185,7 @@ def test_tensorboard_can_read_what_is_written(tmp_path: pathlib.Path) -> None:
     found = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in found.Scalars("train/loss")] == [3, 6]
     assert found.Scalars("validate/loss")[0].value > 0
+    assert found.Scalars("memory/resident_mb")[0].value > 50
 
 
 def test_steps_end_in_the_middle_of_an_epoch_and_a_second_fit_goes_on() -> None:
@@ -613,6 +625,13 @@ def test_shorter_runs_and_predictions(tmp_path: pathlib.Path) -> None:
     ):
         with pytest.raises(UsageError, match=re.escape(said)):
             trainer().fit(data, epochs=1, **options)
+
+
+def test_the_p95_of_many_updates_is_that_of_numpy() -> None:
+    found = Distribution.of([*range(100), math.nan])
+    assert found.p95 == pytest.approx(np.quantile(range(100), 0.95))
+    assert found.median == 49.5
+    assert found.spread == pytest.approx(np.std(range(100), ddof=1))
 
 
 def test_gradients_are_clipped_by_value() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from trimtab._internal.text import counted
@@ -114,6 +114,8 @@ def fits(hint: Any, value: Any) -> bool:
     choices = get_args(hint)
     if get_origin(hint) is Literal:
         return any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, Mapping) and all(fits(choices[0], key) and fits(choices[1], value[key]) for key in value)
     if choices:
         return any(fits(choice, value) for choice in choices)
     if isinstance(value, bool) or hint is bool:
@@ -125,7 +127,9 @@ def options(hint: Any) -> str:
     """The values that type hint ``hint`` allows, for a message: ``'flash', 'math', a whole number or None``."""
     words = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "None"}
     kinds = [hint] if get_origin(hint) is Literal or not get_args(hint) else list(get_args(hint))
-    found = [text for kind in kinds for text in (map(repr, get_args(kind)) if get_args(kind) else [words[kind]])]
+    words |= {kind: "a dict of plain values" for kind in kinds if get_origin(kind) is Mapping}
+    kinds = [kind for kind in kinds if kind not in words] + [kind for kind in kinds if kind in words]
+    found = [text for kind in kinds for text in ([words[kind]] if kind in words else map(repr, get_args(kind)))]
     return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 

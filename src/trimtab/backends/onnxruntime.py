@@ -13,7 +13,8 @@ import torch
 from torch._C import _from_dlpack as from_dlpack  # torch's public wrappers take longer than the conversion itself
 from torch._C import _to_dlpack as to_dlpack
 
-from trimtab.backends.common import onnx_file
+from trimtab._internal.text import counted
+from trimtab.backends.common import float_layers, onnx_file
 from trimtab.backends.common import onnx_int8 as int8
 from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.foreign import (
@@ -40,6 +41,7 @@ from trimtab.core.technique import require
 from trimtab.errors import CompileError, IntegrityError, UsageError
 from trimtab.hardware import environment
 from trimtab.importers.onnx.session import open_session, runtime_errors
+from trimtab.passes.common.quantized import is_quantized
 from trimtab.tensors.weights import weights
 
 _EXACTLY = f"""    flags = open("/proc/cpuinfo").read().split() if platform.system() == "Linux" else ["avx_vnni"]
@@ -154,6 +156,10 @@ class OnnxRuntime(Backend):
     calibration data, for convolutions."""
     operators: Literal["auto", "all", "linear"] = "auto"
     """Operators to quantize: ``auto`` depends on the graph, ``all``: the quantizer's default, ``linear``: matrix products."""
+    float_layers: int = 0
+    """Number of layers that stay float with the int8 precisions: those whose rounding changes the outputs most."""
+    ranges: Literal["minmax", "percentile", "entropy"] = "minmax"
+    """Bounds of activations for ``int8_static``: extremes, all but one value in ten thousand, or least loss of information."""
     spinning: bool = True
     """Whether waiting threads spin: lower latency, but CPU time is lost for other processes."""
 
@@ -161,6 +167,14 @@ class OnnxRuntime(Backend):
         super().__post_init__()
         if self.precision == "f32" and self.operators != "auto":
             raise UsageError(f"onnxruntime: operators={self.operators} is about int8; precision is f32. Leave it at auto.")
+        if self.float_layers < 0 or (self.float_layers and not self.quantizes):
+            raise UsageError(
+                f"onnxruntime: float_layers={self.float_layers} is about int8, and 0 or more; precision is {self.precision}."
+            )
+        if self.ranges != "minmax" and self.precision != "int8_static":
+            raise UsageError(
+                f"onnxruntime: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax."
+            )
 
     def describe(self) -> str:
         """Names precision, operators and waiting."""
@@ -168,12 +182,19 @@ class OnnxRuntime(Backend):
         where = {"auto": "", "all": " in every operator", "linear": " in matrix products"}[self.operators]
         ranges = ", ranges taken at run time" if self.precision == "int8_dynamic" else ""
         waiting = "" if self.spinning else ", idle threads asleep"
-        return f"ONNX Runtime, {words}{where}{ranges}{waiting}"
+        ranges += "" if self.ranges == "minmax" else f", ranges by {self.ranges}"
+        but = f", but {counted(self.float_layers, 'layer')} in float" if self.float_layers else ""
+        return f"ONNX Runtime, {words}{where}{but}{ranges}{waiting}"
 
     @property
     def exact(self) -> bool:
         """True for float32."""
         return self.precision == "f32"
+
+    @property
+    def quantizes(self) -> bool:
+        """True for the int8 precisions."""
+        return self.precision.startswith("int8")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -202,6 +223,7 @@ class OnnxRuntime(Backend):
     def compile(self, candidate: Candidate) -> Executable:
         """Export to ONNX (or reuse the export of an earlier trial), quantize, and create a session."""
         onnxruntime = require("onnxruntime")
+        candidate, kept = float_layers.split_off(candidate, self.float_layers)
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
         graph = returning(candidate)
@@ -213,16 +235,17 @@ class OnnxRuntime(Backend):
                 copy_files(base, model_files(base), folder, link=True)
             else:
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
-                made = data_fingerprint(rows, self.precision, self.operators)
+                made = data_fingerprint(rows, self.precision, self.operators, self.ranges, kept)
+                but = float_layers.onnx_nodes(base / MODEL, kept, candidate) if kept else []
                 with shared_folder(
-                    candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t)
+                    candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t, but)
                 ) as quantized:
                     copy_files(quantized, model_files(quantized), folder, link=True)
         session, unoptimized = open_model(folder, threads=candidate.settings.threads, spinning=self.spinning)
         executable = OnnxExecutable(session, signature, candidate.settings, folder, owned)
         executable.notes += [unoptimized] if unoptimized else []
-        executable.notes += _notes(candidate, signature, facts)
-        if self.precision != "f32":
+        executable.notes += [*_notes(candidate, signature, facts), *float_layers.note(kept)]
+        if self.precision != "f32" or is_quantized(candidate.model):
             executable.notes += int8.coverage(folder / MODEL)
         return executable
 
@@ -253,17 +276,20 @@ def load(folder, threads):
     return call
 """
 
-    def _quantize(self, rows: Sequence[Row], signature: Signature, base: pathlib.Path, folder: pathlib.Path) -> None:
+    def _quantize(
+        self, rows: Sequence[Row], signature: Signature, base: pathlib.Path, folder: pathlib.Path, but: Sequence[str]
+    ) -> None:
         onnx = require("onnx")
         names = io_names(signature)[0]
         prepared, target = folder / "prepared.onnx", folder / MODEL
         try:
             int8.prepare(base / MODEL, prepared)
             if self.precision == "int8_dynamic":
-                int8.quantize_dynamic(prepared, target, self.operators)
+                int8.quantize_dynamic(prepared, target, self.operators, but)
             else:
                 known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
-                int8.quantize_static(prepared, target, self.operators, int8.Calibration(rows, names, known))
+                calibration = int8.Calibration(rows, names, known)
+                int8.quantize_static(prepared, target, self.operators, calibration, ranges=self.ranges, but=but)
             stamp(target, names, weight_bits="8" if environment.has_vnni() else "7")
         except (*CONVERSION_ERRORS, *runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}.") from error

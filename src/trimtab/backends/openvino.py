@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
+from trimtab._internal.text import counted
+from trimtab.backends.common import float_layers
 from trimtab.backends.common import openvino_conversion as ir
 from trimtab.backends.common import openvino_file as file
 from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
@@ -162,6 +164,10 @@ class OpenVino(Backend):
     instructions (with AMX, int8 BERT ran 1.07 times as fast)."""
     operators: Literal["auto", "all"] = "auto"
     """Operators for ``int8_static``: ``auto`` leaves recurrent layers in float, ``all`` quantizes them too."""
+    float_layers: int = 0
+    """Number of layers that stay float with the int8 precisions: those whose rounding changes the outputs most."""
+    ranges: Literal["minmax", "percentile"] = "minmax"
+    """Bounds of activations for ``int8_static``: extremes, or all but a small share of the values."""
     hint: Literal["latency", "throughput"] = "latency"
     """Optimize for one request at a time, or for many in parallel."""
     streams: Annotated[int | None, Choice(None, 1, 2, 4)] = None
@@ -179,6 +185,12 @@ class OpenVino(Backend):
             raise UsageError(
                 f"openvino: rest={self.rest} is about what is not int8; precision is {self.precision}. Leave it at f32."
             )
+        if self.float_layers < 0 or (self.float_layers and not self.quantizes):
+            raise UsageError(
+                f"openvino: float_layers={self.float_layers} is about int8, and 0 or more; precision is {self.precision}."
+            )
+        if self.ranges != "minmax" and self.precision != "int8_static":
+            raise UsageError(f"openvino: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax.")
 
     def describe(self) -> str:
         """Names precision, operators and streams."""
@@ -192,12 +204,19 @@ class OpenVino(Backend):
         overlap = ", many requests at once" if self.hint == "throughput" else ""
         rest = ", the rest in bfloat16" if self.rest == "bf16" else ""
         streams = f", {self.streams} stream{'s' if self.streams != 1 else ''}" if self.streams else ""
-        return f"OpenVINO, {words}{everything}{rest}{overlap}{streams}"
+        but = f", but {counted(self.float_layers, 'layer')} in float" if self.float_layers else ""
+        but += "" if self.ranges == "minmax" else f", ranges by {self.ranges}"
+        return f"OpenVINO, {words}{everything}{but}{rest}{overlap}{streams}"
 
     @property
     def exact(self) -> bool:
         """True for float32."""
         return self.precision == "f32"
+
+    @property
+    def quantizes(self) -> bool:
+        """True for the int8 precisions."""
+        return self.precision.startswith("int8")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -233,6 +252,7 @@ class OpenVino(Backend):
     def compile(self, candidate: Candidate) -> Executable:
         """Convert (or reuse the conversion of an earlier trial), quantize, and compile for the example's sizes."""
         openvino = file.runtime()
+        candidate, kept = float_layers.split_off(candidate, self.float_layers)
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
         graph = returning(candidate)
@@ -242,15 +262,17 @@ class OpenVino(Backend):
             signature = candidate.keeping(facts.dims).signature
             if self.precision.startswith("int8"):
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
-                made = data_fingerprint(rows, self.precision, self.operators)
-                with shared_folder(candidate, f"{name}-{made}", lambda target: self._quantize(rows, base, target)) as quantized:
+                made = data_fingerprint(rows, self.precision, self.operators, self.ranges, kept)
+                with shared_folder(
+                    candidate, f"{name}-{made}", lambda target: self._quantize(rows, base, target, kept, candidate)
+                ) as quantized:
                     copy_files(quantized, file.FILES, folder, link=True)
             else:
                 copy_files(base, file.FILES, folder, link=True)
         executable = OpenVinoExecutable(folder, self._config(candidate.settings), signature, candidate.settings, owned)
         if lost := [dim.name for dim in candidate.signature.dims if dim not in signature.dims]:
             executable.notes.append(f"Built for the example's {', '.join(lost)} only: {' '.join(facts.notes)}")
-        executable.notes += executable.coverage()
+        executable.notes += [*executable.coverage(), *float_layers.note(kept)]
         return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
@@ -284,13 +306,16 @@ def load(folder, threads):
     return call
 """
 
-    def _quantize(self, rows: Sequence[Row], base: pathlib.Path, folder: pathlib.Path) -> None:
+    def _quantize(
+        self, rows: Sequence[Row], base: pathlib.Path, folder: pathlib.Path, kept: Sequence[str], candidate: Candidate
+    ) -> None:
         try:
             model = file.read_model(base)
+            but = float_layers.openvino_nodes(model, kept, candidate)
             if self.precision == "int8_weights":
-                model = ir.compress(model)
+                model = ir.compress(model, but)
             else:
-                model = ir.quantize(model, rows, recurrent=self.operators == "all")
+                model = ir.quantize(model, rows, recurrent=self.operators == "all", ranges=self.ranges, but=but)
             ir.write_model(model, folder)
         except CONVERSION_ERRORS as error:
             raise CompileError(f"NNCF cannot quantize this model ({self.precision}): {first_line(error)}.") from error

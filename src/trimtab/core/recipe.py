@@ -60,6 +60,8 @@ class Recipe:
         for step in self.passes:
             if ignored := sorted(step.sets - self.backend.honours):
                 return f"{self.backend.name} does not carry out {ignored[0]}, which {step.name} sets."
+        if len(twice := [step.name for step in (*self.passes, self.backend) if step.quantizes]) > 1:
+            return f"{twice[0]} and {twice[1]} both quantize, and what is quantized once is not quantized again. Leave one out."
         return next((reason for step in (*self.passes, self.backend) if (reason := step.blocked(candidate))), None)
 
     def describe(self) -> str:

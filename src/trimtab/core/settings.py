@@ -16,6 +16,7 @@ MOST_THREADS = 1024
 """More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""
 _POSITIVE = (
     "threads",
+    "target_ms",
     "data.batch",
     "data.micro_batch",
     "data.accumulate",
@@ -117,6 +118,25 @@ class OptimizerSettings:
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CompilerSettings:
+    """How :func:`torch.compile` compiles, in training. ``Settings(compile=True, compiler=CompilerSettings(dynamic=True))``."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """What the compiler optimizes for; ``None`` is torch's default."""
+    dynamic: bool | None = None
+    """Whether code is made for all sizes at once, which avoids a compilation per size, or for each size. ``None`` makes it for
+    the first size, and for all once a second one comes."""
+    options: Mapping[str, bool | int | str] | None = None
+    """Options of TorchInductor by name, as :func:`torch.compile` takes them, instead of ``mode``."""
+
+    def __post_init__(self) -> None:
+        _check(self, "compiler")
+        if self.mode is not None and self.options is not None:
+            raise UsageError("compiler.mode and compiler.options both say what torch.compile optimizes for. Give one of them.")
+
+
+@by_name
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
     """Training on several processes. ``Settings(distributed=DistributedSettings(sharding="shard"))``."""
 
@@ -157,6 +177,8 @@ class Settings:
     adjust: bool = False
     """Training: whether the workers of a ``Loader`` and the micro-batch are tuned while the run goes on, where its updates slow
     down."""
+    target_ms: float | None = None
+    """Training: with ``adjust``, the milliseconds per update that are aimed at; changes are tried while updates take longer."""
     precision: PrecisionSettings = dataclasses.field(default_factory=PrecisionSettings)
     """Precision of arithmetic."""
     data: DataSettings = dataclasses.field(default_factory=DataSettings)
@@ -165,6 +187,8 @@ class Settings:
     """Memory of the process and of the GPU."""
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     """The update of the parameters."""
+    compiler: CompilerSettings = dataclasses.field(default_factory=CompilerSettings)
+    """What :func:`torch.compile` is asked for, in training."""
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
     """Training on several processes."""
 
@@ -172,6 +196,8 @@ class Settings:
         _check(self)
         if self.threads is not None and self.threads > MOST_THREADS:
             raise UsageError(f"Settings threads is {self.threads}; at most {MOST_THREADS} are started.")
+        if self.target_ms is not None and not self.adjust:
+            raise UsageError(f"Settings target_ms is {self.target_ms}, which adjust=True aims at. Give adjust=True too.")
 
     @classmethod
     def names(cls) -> list[str]:

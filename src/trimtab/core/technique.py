@@ -66,6 +66,11 @@ class Technique(abc.ABC):
         return True
 
     @property
+    def quantizes(self) -> bool:
+        """Whether weights or activations get 8 bits. A recipe does that once."""
+        return False
+
+    @property
     def needs(self) -> frozenset[str]:
         """Data needed besides the example inputs: ``"calibration"``, ``"training"``, or nothing."""
         return frozenset()
@@ -134,6 +139,8 @@ class Pass(Technique):
     compresses: ClassVar[bool] = False
     """Whether it makes another, smaller network, or trains one. Tried only with ``--compress``. Its outputs may be far from the
     original's until the network is trained, so the test vectors of an artifact come from the rewritten model."""
+    pays_for: ClassVar[frozenset[str] | None] = None
+    """Names of the backends with which it can pay; ``None`` stands for all."""
 
     @abc.abstractmethod
     def apply(self, candidate: Candidate) -> Candidate:

@@ -39,6 +39,7 @@ from trimtab.hardware import system
 from trimtab.measure.pairs import compare
 from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
+from trimtab.passes.common.sensitivity import blamed
 from trimtab.tensors.structure import flatten
 
 Objective = Literal["latency", "throughput", "memory", "size"]
@@ -132,7 +133,9 @@ def _pipeline(
         outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
     exact, most = recipe.exact, plan.limits.max_error
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
+    quantizes = any(step.quantizes for step in (*recipe.passes, recipe.backend))
     if not figures["parity"].ok:
+        figures["notes"] += _blamed(subject.candidate) if quantizes else ()
         return State.MISMATCH, figures["parity"].reason
     if reason := writes_otherwise(executable, subject.model, candidate, exact=exact, max_error=most):
         return State.MISMATCH, reason
@@ -159,6 +162,7 @@ def _pipeline(
             lost = drop(evaluation, reference, scores, outputs, batches, limit)
         figures |= {"score": scores.value, "drop": lost}
         if lost.decided is False:
+            figures["notes"] += _blamed(subject.candidate) if quantizes else ()
             return State.STOPPED, (
                 f"Rule 'accuracy': the score drops by {lost.show(lost.value)} (at least {lost.show(lost.low)}); the limit is "
                 f"{lost.show(limit)}."
@@ -183,6 +187,13 @@ def _pipeline(
         figures["cannot_ship"] = f"It cannot ship: what it saves {short}"
     executable.close()
     return State.COMPLETE, figures.get("cannot_ship")
+
+
+def _blamed(candidate: Candidate) -> tuple[str, ...]:
+    """A note that names the layers that lose most in 8 bits."""
+    with stage("sensitivity of each layer"):
+        note = blamed(candidate)
+    return () if note is None else (note,)
 
 
 @contextlib.contextmanager

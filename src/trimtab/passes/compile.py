@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import Choice, Pass
 from trimtab.hardware.system import no_compiler
 
 
@@ -17,16 +18,24 @@ class Compile(Pass):
 
     Pays off if the run is long compared with the compile time, from seconds to minutes, and shapes seldom change: each new
     shape may be compiled again. For inference, use the backends ``inductor`` and ``aoti``.
+    ``mode="max-autotune-no-cudagraphs"`` times several kernels for each product, which takes minutes. ``dynamic`` makes code
+    for all sizes at once: it is slower, and spares compilations if the lengths of batches differ.
     Source: Ansel et al. 2024, https://pytorch.org/assets/pytorch2-2.pdf
     """
 
     name = "compile"
     modes = frozenset({"train"})
-    sets = frozenset({"compile"})
+    sets = frozenset({"compile", "compiler.mode", "compiler.dynamic"})
+
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    """What the compiler optimizes for."""
+    dynamic: Annotated[bool, Choice(False, True)] = False
+    """Whether code is made for all sizes at once."""
 
     def describe(self) -> str:
-        """Names the compiler."""
-        return "compiled by torch.compile"
+        """Names the compiler and what it was asked for."""
+        mode = "" if self.mode == "default" else f", mode {self.mode}"
+        return f"compiled by torch.compile{mode}{', for all sizes at once' if self.dynamic else ''}"
 
     def why_not_here(self) -> str | None:
         """Needs a C++ compiler, or a GPU."""
@@ -38,4 +47,5 @@ class Compile(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model with the setting ``compile``; the Trainer compiles it."""
-        return candidate.with_settings({"compile": True})
+        mode, dynamic = None if self.mode == "default" else self.mode, True if self.dynamic else None
+        return candidate.with_settings({"compile": True, "compiler.mode": mode, "compiler.dynamic": dynamic})

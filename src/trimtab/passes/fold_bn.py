@@ -72,6 +72,13 @@ class FoldBn(Pass):
         return candidate.with_model(model)
 
 
+def folded(candidate: Candidate) -> Candidate:
+    """``candidate`` with the batch norms folded that can be."""
+    with contextlib.suppress(CompileError):
+        return FoldBn().apply(candidate) if FoldBn().why_not(candidate) is None else candidate
+    return candidate
+
+
 class _Proof:
     """Verifies folds on a copy of the model with random batch-norm statistics."""
 

@@ -40,6 +40,11 @@ class Int8Weights(Pass):
         """8-bit rounding changes the outputs."""
         return False
 
+    @property
+    def quantizes(self) -> bool:
+        """It gives weights 8 bits."""
+        return True
+
     def describe(self) -> str:
         """Says whether activations are quantized as well."""
         both = " and activations" if self.activations == "int8" else ""

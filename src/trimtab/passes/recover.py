@@ -22,7 +22,7 @@ from trimtab.core.technique import Choice, Pass
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.data.batches import Batch, joined, rows_of
 from trimtab.errors import CompileError, TrimtabError, UsageError
-from trimtab.passes.common.structure import difference
+from trimtab.passes.common.structure import difference, keep_zeros
 from trimtab.passes.common.trained_weights import FOLDER, Curve, Place
 from trimtab.tensors.weights import raw
 from trimtab.train.early_stopping import EarlyStopping
@@ -156,6 +156,7 @@ class Recover(Pass):
         loss = self._loss(copy.deepcopy(teacher), training)
         train, held_out = (_Batches(part, size, labelled) for part in (training.batches, training.held_out))
         _unfreeze(model)
+        keep_zeros(model)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(SEED)
             try:

@@ -15,6 +15,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
 from trimtab.core.technique import PASSES, Pass
 from trimtab.errors import CompileError, MissingPackageError
+from trimtab.passes.common.quantized import float_twin, is_quantized
 from trimtab.testing.assertions import (
     assert_close,
     assert_documented,
@@ -115,12 +116,19 @@ class PassSuite:
                 assert_close(want, got, exact=technique.exact, where=f"{technique} on {name}")
 
     def test_smaller_and_always_the_same(self, technique: Pass) -> None:
-        """A pass that compresses removes weights, unless it trains them, and makes the same network each time."""
+        """A pass that compresses removes weights or sets them to zero, unless it trains or rounds them, and makes the same
+        network each time. One that rounds changes nothing else: without the rounding, outputs equal the original's."""
         for name, candidate in self.willing(technique) if technique.compresses else ():
             before, one, other = candidate.model, technique.apply(candidate).model, technique.apply(candidate).model
             assert all(map(torch.equal, one.parameters(), other.parameters())), name
-            sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (before, one)]
-            assert sizes[1] < sizes[0] or "training" in technique.needs, name
+            sizes = [sum(int(parameter.count_nonzero()) for parameter in model.parameters()) for model in (before, one)]
+            assert sizes[1] < sizes[0] or "training" in technique.needs or technique.quantizes, name
+            if technique.quantizes:
+                assert is_quantized(one), name
+                args, kwargs = candidate.own_inputs()
+                assert_close(
+                    before(*args, **kwargs), float_twin(one)(*args, **kwargs), exact=True, where=f"{technique}, {name}"
+                )
 
     def test_changes_what_it_says(self, technique: Pass) -> None:
         """Only the settings in ``sets`` change; the signature stays."""

@@ -1,6 +1,7 @@
 """Training: a loop that is fast by default, right in the corners, and can be cut off at any time."""
 
 from trimtab.train.autotune.batch_size import find_batch
+from trimtab.train.autotune.learning_rate import find_lr
 from trimtab.train.checkpoint.weights import weights
 from trimtab.train.data.collate import Collate
 from trimtab.train.data.loader import Loader
@@ -10,6 +11,7 @@ from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.distillation import Distillation
 from trimtab.train.loss.manual_run import ManualRun
 from trimtab.train.telemetry.log import log
+from trimtab.train.telemetry.model_summary import model_summary
 
 __all__ = [
     "Collate",
@@ -19,7 +21,9 @@ __all__ = [
     "ManualRun",
     "MappedTensors",
     "find_batch",
+    "find_lr",
     "log",
+    "model_summary",
     "tune_loader",
     "weights",
 ]

@@ -211,6 +211,18 @@ def test_what_helps_is_kept_and_what_does_not_is_undone(phase: str) -> None:
     assert len(machine.events) == 2  # what is usual now is not tried to be mended for ever
 
 
+@pytest.mark.parametrize(("target", "kept"), [(9.0, [True]), (2.0, [True, False])])
+def test_a_target_is_aimed_at_although_nothing_has_slowed_down(target: float, kept: list[bool]) -> None:
+    machine = Machine()
+    watching = adjuster(machine, compute=[Switch(machine, 0.8)], data=[Switch(machine, 1.2)])
+    watching.target_ms = target
+    machine.windows(watching, 40)
+    assert [event.kept for event in machine.events][: len(kept)] == kept
+    missed = [text for text in machine.trainer.notes if "Precision, compilation and layout are never changed" in text]
+    assert len(missed) == (target == 2.0)
+    assert len(machine.events) < 5
+
+
 def test_what_helps_a_little_against_what_stays_slow_is_kept() -> None:
     machine = Machine()
     watching = adjuster(machine, compute=[Switch(machine, 0.8)])

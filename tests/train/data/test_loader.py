@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from trimtab import DataSettings, Settings, Trainer
+from trimtab.errors import UsageError
 from trimtab.train import Collate, Loader, MappedTensors
 from trimtab.train.data.loader_position import Seekable
 from trimtab.train.data.readers import Chosen, Columns, source_of
@@ -322,3 +323,52 @@ def test_collate_makes_masks_and_whole_lengths(side: Any) -> None:
     assert torch.equal(batch["attention_mask"], batch["input_ids"])
     assert torch.equal(batch["labels"] != -100, batch["input_ids"] == 1)
     assert batch["attention_mask"][0, 0] == (side == "right")
+
+
+class Decoding:
+    """Counts what it decodes; an example may also be drawn."""
+
+    def __init__(self, *, draws: bool = False) -> None:
+        self.decoded, self.draws = 0, draws
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        self.decoded += 1
+        return {"x": torch.full((3,), float(place)) + (torch.rand(3) if self.draws else 0), "y": place}
+
+
+def _noisy(example: dict[str, Any]) -> dict[str, Any]:
+    example["x"] += torch.rand(3)  # in place, which the cache must not see
+    return example
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("where", ["1MB", "folder", "200B"])
+def test_a_cache_decodes_each_example_once_and_changes_no_batch(where: str, workers: int, tmp_path: pathlib.Path) -> None:
+    place = tmp_path / "cache" if where == "folder" else where.replace("200B", "0.2kB")
+    options: dict[str, Any] = {"batch": 4, "seed": 3, "transform": _noisy, "workers": workers}
+    plain, dataset = Loader(Decoding(), **options), Decoding()
+    cached = Loader(dataset, cache=place, **options)
+    for _ in range(3):
+        for one, other in zip(plain, cached, strict=True):
+            assert torch.equal(one["x"], other["x"])
+            assert torch.equal(one["y"], other["y"])
+    if not workers:
+        assert dataset.decoded == (30 - 2 * 1 if where == "200B" else 10)
+    if where == "folder":
+        again = Decoding()
+        assert len(list(Loader(again, cache=place, batch=4))) == 3
+        assert again.decoded == 0
+        with pytest.raises(UsageError, match="is of a Decoding with 10 examples, and this dataset is a list with 1"):
+            Loader([1], cache=place)
+
+
+def test_what_cannot_be_cached_is_said(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=r"draws random numbers as it reads an example.*transform=function"):
+        list(Loader(Decoding(draws=True), cache="1MB"))
+    with pytest.raises(UsageError, match="cache is for a dataset that reads one example after the other"):
+        Loader(torch.ones(4, 2), cache="1MB")
+    with pytest.raises(UsageError, match="Example 0 cannot be cached in files: a set"):
+        list(Loader([{1}], cache=tmp_path / "x", shuffle=False))

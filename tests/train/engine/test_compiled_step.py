@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from _backends import needs_compiler
-from trimtab.core.settings import Settings
-from trimtab.errors import WorkloadError
+from trimtab.core.settings import CompilerSettings, Settings
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.trainer import Trainer
 
@@ -213,3 +213,20 @@ def test_a_loss_of_gradients_is_trained_through_the_model_as_it_is(every: int, m
         assert all(torch.equal(a, b) for a, b in zip(compiled.state_dict().values(), plain.state_dict().values(), strict=True))
     else:
         assert "BatchNorm's statistics, went on both times" in note
+
+
+@needs_compiler
+def test_code_for_all_sizes_is_compiled_once() -> None:
+    made: dict[bool, int] = {}
+    batches = [(torch.randn(size, 6), torch.randn(size, 6)) for size in (3, 5, 7)]
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        before = len(torch._dynamo.utils.get_compilation_metrics())
+        settings = Settings(compile=True, compiler=CompilerSettings(dynamic=dynamic))
+        Trainer(nn.Linear(6, 6), loss=nn.MSELoss(), optimizer=torch.optim.SGD, settings=settings).fit(batches, epochs=1)
+        made[dynamic] = len(torch._dynamo.utils.get_compilation_metrics()) - before
+    assert made == {False: 3, True: 1}
+    with pytest.raises(UsageError, match=r"compiler.options is 3; it can be a dict of plain values or None|None or a dict"):
+        CompilerSettings(options=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"compiler.mode and compiler.options both say"):
+        CompilerSettings(options={"max_autotune": True}, mode="default")

@@ -52,12 +52,28 @@ def test_what_can_be_known_is_refused_before_the_run(options: dict[str, Any], va
     assert made.position.update == 0
 
 
-def test_metrics_that_cannot_be_had_are_refused_at_once() -> None:
-    batches = [{"x": torch.ones(2, 1)}]
-    made = trainer(loss=lambda model, batch: model(batch["x"]).mean(), metrics={"right": lambda outputs, targets: outputs})
-    with pytest.raises(UsageError, match=r"The metric 'right' needs outputs, .* \(inputs, targets\) only\. Have the loader"):
-        made.fit(batches, iter(batches), epochs=1)
-    assert made.position.update == 0
+def test_metrics_get_what_the_model_returned_to_the_loss() -> None:
+    batches, calls = [{"x": torch.ones(2, 1), "y": torch.zeros(2, 1)}], []
+
+    def twice(model: Any, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = (model(batch["x"]) - model(batch["y"])).pow(2).mean()
+        return found
+
+    def difference(outputs: Any, batch: Any) -> torch.Tensor:
+        calls.append(outputs)
+        found: torch.Tensor = outputs[0] - outputs[1] if isinstance(outputs, list) else outputs
+        return found
+
+    made = trainer(loss=twice, metrics={"difference": difference})
+    found = made.fit(batches, batches, epochs=1).metrics
+    assert found["difference"] ** 2 == pytest.approx(found["loss"], rel=1e-5)
+    once = trainer(loss=lambda model, batch: model(batch["x"]).mean(), metrics={"mean": difference})
+    found = once.fit(batches, batches, epochs=1).metrics
+    assert found["mean"] == pytest.approx(found["loss"], rel=1e-6)
+    assert len(calls) == 2, "the model is not called once more for metrics"
+    hidden = trainer(loss=lambda model, batch: model.forward(batch["x"]).mean(), metrics={"mean": difference})
+    with pytest.raises(UsageError, match=r"needs the outputs of the model, and the loss calls its methods.*call model"):
+        hidden.fit(batches, batches, epochs=1)
 
 
 class Evaluated(Line):
@@ -91,9 +107,9 @@ def test_what_fails_in_validation_is_said(call: Callable[[], object], sentence: 
         call()
 
 
-def of_the_first(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    found: torch.Tensor = model(batch[0]).square().mean()
-    return found
+def hidden(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A loss whose outputs no metric can see."""
+    return nn.functional.mse_loss(model.forward(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize(
@@ -102,8 +118,8 @@ def of_the_first(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Ten
         (lambda folder: trainer(metrics={"mine": failing}, checkpoint=folder), batches(), WorkloadError),
         (lambda folder: trainer(metrics={"mine": failing}, checkpoint=folder, ema=0.5), batches(), WorkloadError),
         (
-            lambda folder: trainer(loss=of_the_first, metrics={"right": right}, checkpoint=folder, checkpoint_every=9),
-            [(torch.ones(2, 1), torch.ones(2, 1)), *[(torch.ones(2, 1),)] * 2],  # the first alone is looked at before the run
+            lambda folder: trainer(loss=hidden, metrics={"right": right}, checkpoint=folder, checkpoint_every=9),
+            batches(),
             UsageError,
         ),
     ],
@@ -350,8 +366,8 @@ def with_model(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize(("loss", "calls"), [(nn.MSELoss(), 1), (with_model, 2)], ids=["of outputs", "of the model"])
-def test_a_validation_calls_the_model_no_more_often_for_more_metrics(loss: Any, calls: int) -> None:
+@pytest.mark.parametrize("loss", [nn.MSELoss(), with_model], ids=["of outputs", "of the model"])
+def test_a_validation_calls_the_model_no_more_often_for_more_metrics(loss: Any) -> None:
     metrics = {
         "far": lambda outputs, targets: (outputs - targets).abs() > 1,
         "error": lambda outputs, targets: (outputs - targets).square(),
@@ -359,7 +375,7 @@ def test_a_validation_calls_the_model_no_more_often_for_more_metrics(loss: Any, 
     }
     made = trainer(Counting, loss=loss, metrics=metrics)
     found = made.fit(loader(), loader(), epochs=1).metrics
-    assert made.model.validated == calls * EPOCH
+    assert made.model.validated == EPOCH
     with torch.no_grad():
         outputs = made.model(DATA.tensors[0])
     wanted = {"loss": (error := (outputs - DATA.tensors[1]).square().mean()), "error": error, "mean": outputs.mean()}

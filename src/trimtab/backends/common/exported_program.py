@@ -26,6 +26,7 @@ from trimtab.backends.common.process_lock import SHARED
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.signature import Dim, Signature
 from trimtab.errors import CompileError, IntegrityError
+from trimtab.passes.common.quantized import shapes_known
 from trimtab.safe_load.archives import save_program as write_program
 from trimtab.tensors.comparison import NEAR_TIES, errors, is_discrete, too_many_differ
 from trimtab.tensors.weights import HALVES, weights
@@ -355,7 +356,7 @@ def _write(program: ExportedProgram, folder: pathlib.Path) -> None:
 def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, plain: bool) -> ExportedProgram:
     laid = dense(leaves, memory_formats(candidate.signature, candidate.settings.memory_format))
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), shapes_known():
             program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
             return program.run_decompositions({}) if plain and candidate.settings.precision.autocast else program
     except EXPORT_ERRORS as error:

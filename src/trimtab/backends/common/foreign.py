@@ -20,10 +20,11 @@ from trimtab.backends.common.causes import CONVERSION_ERRORS, known_cause
 from trimtab.backends.common.exported_program import fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
 from trimtab.backends.common.process_lock import SHARED
-from trimtab.core.candidate import Candidate
+from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
+from trimtab.passes.common.quantized import float_twin, is_quantized
 from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ
 from trimtab.tensors.structure import TENSOR, Structure, flatten
 from trimtab.tensors.weights import tolerance
@@ -37,6 +38,9 @@ Probe = tuple[str, Row, Sequence[torch.Tensor]]
 
 TOLERANCE = 1e-3
 """Largest error of a float32 conversion, relative to the largest output. Rounding is far below, wrong graphs are far above."""
+
+ROUNDED_TOLERANCE = 0.05
+"""The same for a model in 8 bits, at least: rounded otherwise by a step in each of several layers."""
 
 
 def no_numpy_form(signature: Signature, runtime: str) -> str | None:
@@ -77,6 +81,8 @@ def convert(
         wanted = candidate.keeping(dims)
         for way in ways:
             try:
+                if is_quantized(wanted.model):  # proves all but the rounding, with the tolerance of float32
+                    attempt(way, wanted.with_model(float_twin(wanted.model)))
                 attempt(way, wanted)
             except CompileError as error:
                 attempts.setdefault(str(error), []).append(f"{way}{', dynamic sizes' if dims else ''}")
@@ -170,6 +176,7 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
     """How a float32 conversion differs from the model, as a sentence; ``None`` if it agrees. Compares the example, other
     values, and other sizes of the dynamic dimensions of ``signature``."""
     strange: bool | None = None
+    allowed = _allowed(candidate)
     for forms in probes(candidate, signature):
         # skip probes with NaN unless the example has NaN: runtimes treat NaN differently
         usual = (form for form in forms if strange is not False or not _has_nan(form[2]))
@@ -182,9 +189,28 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
             got = run(leaves)
         except CONVERSION_ERRORS as error:
             return f"it fails at {what} ({summary_line(str(error))[:200]})"
-        if difference := _difference(expected, got, tolerance(candidate.model, TOLERANCE)):
+        if difference := _difference(expected, got, allowed(leaves, expected)):
             return f"{difference} at {what}{known_cause(candidate.model)}"
     return None
+
+
+def _allowed(candidate: Candidate) -> Callable[[Row, Sequence[torch.Tensor]], float]:
+    """The largest error of a conversion, relative to the largest output, for given inputs and expected outputs.
+
+    A model in 8 bits is proven in its float twin. A runtime rounds some of its values the other way, and each such step goes
+    through all layers that follow, so that it may be as far off as rounding itself.
+    """
+    usual = tolerance(candidate.model, TOLERANCE)
+    if not is_quantized(candidate.model):
+        return lambda leaves, expected: usual
+    twin, structure = float_twin(candidate.model), candidate.signature.input_structure
+
+    def allowed(leaves: Row, expected: Sequence[torch.Tensor]) -> float:
+        exact = flatten(call_model(twin, structure, leaves), "output")[0]
+        pairs = [(a, b) for a, b in zip(exact, expected, strict=True) if not is_discrete(a.dtype)]
+        return max([ROUNDED_TOLERANCE, *(2 * _error(a, b) for a, b in pairs)])
+
+    return allowed
 
 
 def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterator[Probe]]:

@@ -17,9 +17,12 @@ from trimtab.backends.common.exported_program import dynamic_shapes
 from trimtab.backends.common.foreign import OpenRun, convert, quiet, wrong_graph
 from trimtab.backends.common.io_names import io_names
 from trimtab.backends.common.onnx_file import DATA, MODEL
+from trimtab.backends.common.onnx_int8 import store_rounded_weights
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import require
 from trimtab.errors import CompileError
+from trimtab.hardware import environment
+from trimtab.passes.common.quantized import is_quantized, shapes_known
 from trimtab.tensors.weights import weight_bytes
 
 INPUTS = "trimtab.inputs"
@@ -63,7 +66,11 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: 
     try:
         with quiet(), torch.no_grad():
             _EXPORTERS[exporter](candidate, folder / MODEL)
-        stamp(folder / MODEL, io_names(candidate.signature)[0])
+        bits = {}
+        if is_quantized(candidate.model):
+            store_rounded_weights(folder / MODEL)
+            bits = {"weight_bits": "8" if environment.has_vnni() else "7"}
+        stamp(folder / MODEL, io_names(candidate.signature)[0], **bits)
     except CONVERSION_ERRORS as error:
         raise CompileError(f"{first_line(error)}.") from error
     if wrong := wrong_graph(open_run(folder, candidate.signature), candidate, candidate.signature):
@@ -73,15 +80,16 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: 
 def _export_dynamo(candidate: Candidate, path: pathlib.Path) -> None:
     signature = candidate.signature
     inputs, outputs = io_names(signature)
-    program = torch.onnx.export(
-        exportable(candidate),
-        tuple(candidate.dynamic_leaves()),
-        dynamo=True,
-        dynamic_shapes=dynamic_shapes(signature) if signature.dims else None,
-        input_names=inputs,
-        output_names=outputs,
-        verbose=False,
-    )
+    with shapes_known():
+        program = torch.onnx.export(
+            exportable(candidate),
+            tuple(candidate.dynamic_leaves()),
+            dynamo=True,
+            dynamic_shapes=dynamic_shapes(signature) if signature.dims else None,
+            input_names=inputs,
+            output_names=outputs,
+            verbose=False,
+        )
     assert program is not None
     _rename_clashes(program.model.graph, inputs)
     if all(dim.min for dim in signature.dims):  # the pooling operator has no kernel for empty inputs

@@ -51,7 +51,8 @@ def load_model(folder: pathlib.Path, *, threads: int | None, spinning: bool, int
         IntegrityError: the file is unsafe, or cannot be opened.
     """
     facts = refuse_unsafe(folder)
-    exactly = int8 and facts.get("trimtab.weight_bits") != "7" and not environment.has_vnni()
+    bits = facts.get("trimtab.weight_bits")
+    exactly = (int8 or bits is not None) and bits != "7" and not environment.has_vnni()
     try:
         return open_model(folder, threads=threads, spinning=spinning, exactly=exactly)[0]
     except CompileError as error:

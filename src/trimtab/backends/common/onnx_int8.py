@@ -16,6 +16,7 @@ from trimtab.core.technique import require
 from trimtab.hardware import environment
 
 Operators = Literal["auto", "all", "linear"]
+Ranges = Literal["minmax", "percentile", "entropy"]
 
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
@@ -110,8 +111,8 @@ def copy_used_outputs(graph: Any) -> None:
     graph.node.extend(helper.make_node("Identity", [f"{name}.inner"], [name], f"{name}.copy") for name in sorted(outputs))
 
 
-def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Operators) -> None:
-    """Quantize matrix products and LSTMs: weights to int8 now, activations at run time.
+def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, but: Sequence[str] = ()) -> None:
+    """Quantize matrix products and LSTMs except the nodes ``but``: weights to int8 now, activations at run time.
 
     ``auto`` skips convolutions, because ONNX Runtime has no kernel for them with signed weights.
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
@@ -123,6 +124,7 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
             str(prepared),
             str(target),
             op_types_to_quantize=kinds,
+            nodes_to_exclude=[*but, *(f"{name}_MatMul" for name in but)],  # so it renames Gemm nodes first
             per_channel=True,
             reduce_range=not environment.has_vnni(),
             weight_type=quantization.QuantType.QInt8,
@@ -130,8 +132,17 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
         )
 
 
-def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, calibration: Calibration) -> None:
-    """Quantize weights and activations to int8, with ranges from calibration data and one scale per weight channel.
+def quantize_static(
+    prepared: pathlib.Path,
+    target: pathlib.Path,
+    operators: Operators,
+    calibration: Calibration,
+    *,
+    ranges: Ranges = "minmax",
+    but: Sequence[str] = (),
+) -> None:
+    """Quantize weights and activations to int8 except in the nodes ``but``, with ranges from calibration data and one scale
+    per weight channel.
 
     Weights of :func:`per_tensor_weights` have one scale. Without VNNI, weights have 7 bits and activations are unsigned. Other
     forms did not pay there (digits CNN, AMD Zen 3): QOperator is as fast, as the runtime converts QDQ to it; 8-bit weights are
@@ -150,7 +161,13 @@ def quantize_static(prepared: pathlib.Path, target: pathlib.Path, operators: Ope
             calibration,
             quant_format=quantization.QuantFormat.QDQ,
             op_types_to_quantize=list(LINEAR) if nodes is not None else None,
-            nodes_to_quantize=nodes,
+            nodes_to_quantize=None if nodes is None else [name for name in nodes if name not in but],
+            nodes_to_exclude=list(but),
+            calibrate_method={
+                "minmax": quantization.CalibrationMethod.MinMax,
+                "percentile": quantization.CalibrationMethod.Percentile,
+                "entropy": quantization.CalibrationMethod.Entropy,
+            }[ranges],
             per_channel=True,
             reduce_range=not environment.has_vnni(),
             activation_type=quantization.QuantType.QUInt8,
@@ -199,6 +216,29 @@ def _reads_float(node: Any, users: Mapping[str, Sequence[Any]]) -> bool:
     quantized = any(user.op_type == "QuantizeLinear" for name in node.output for user in users[name])
     known = node.op_type in registry.QDQRegistry or node.op_type in registry.QLinearOpsRegistry
     return node.op_type not in HEAVY and not (quantized and known)
+
+
+def store_rounded_weights(path: pathlib.Path) -> None:
+    """Replace each weight that the graph rounds to int8 by the int8 tensor: a quarter of the bytes, and equal outputs."""
+    onnx = require("onnx")
+    helper = require("onnx.numpy_helper")
+    model = onnx.load(path)
+    held = {tensor.name: tensor for tensor in model.graph.initializer}
+    external = (path.parent / DATA).is_file()
+    for node in [n for n in model.graph.node if n.op_type == "QuantizeLinear" and set(n.input) <= set(held)]:
+        weight, scale, zero = (helper.to_array(held[name]) for name in node.input)
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+        shape = [-1 if i == axis % weight.ndim else 1 for i in range(weight.ndim)] if scale.size > 1 else [1] * weight.ndim
+        steps = np.rint(weight / scale.reshape(shape)) + zero.reshape(shape).astype(np.float32)
+        limits = np.iinfo(zero.dtype)
+        rounded = steps.clip(limits.min, limits.max).astype(zero.dtype)
+        model.graph.initializer.append(helper.from_array(rounded, node.output[0]))
+        model.graph.node.remove(node)
+    used = {name for node in model.graph.node for name in node.input}
+    for index in [i for i, tensor in enumerate(model.graph.initializer) if tensor.name not in used][::-1]:
+        del model.graph.initializer[index]
+    (path.parent / DATA).unlink(missing_ok=True)
+    onnx.save(model, path, save_as_external_data=external, location=DATA)
 
 
 def per_tensor_weights(path: pathlib.Path) -> list[str]:

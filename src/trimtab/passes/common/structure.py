@@ -17,6 +17,21 @@ STEP = 8
 CLOSE = 1e-3
 """Largest error of the masked original, relative to the output's largest value. A wrong part makes errors of about 1."""
 
+ZEROS_STAY = "zeros_stay"
+"""Attribute of layers whose zero weights a training leaves zero."""
+
+
+def keep_zeros(model: nn.Module) -> None:
+    """Let a training of ``model`` leave those weights zero that are, in the layers that are marked with :data:`ZEROS_STAY`.
+
+    Without a gradient AdamW leaves a zero zero, weight decay included.
+    """
+    for module in model.modules():
+        if getattr(module, ZEROS_STAY, False):
+            weight = module.weight
+            assert isinstance(weight, nn.Parameter)
+            weight.register_hook((weight.detach() != 0).to(weight.dtype).mul)  # type: ignore[no-untyped-call]
+
 
 def kept(width: int, keep: float, step: int = STEP) -> int:
     """``keep`` of ``width``, rounded to a multiple of ``step``, at least one step and at most ``width``."""

@@ -13,6 +13,8 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass, technique_from_json
 from trimtab.core.trial import State, Trial
 from trimtab.passes.student import Student
+from trimtab.study.samplers.quantization import UPDATES, given_back, layers_back, misses, trained_int8
+from trimtab.study.samplers.quantization import speed as _speed
 
 MOST_DECLINED = 10
 """Suggestions of optuna beyond the remaining budget after which the search ends."""
@@ -22,8 +24,6 @@ COMPRESSED_ON = 2
 """Most runtimes on which smaller networks are tried."""
 PAYS = 1.15
 """Least gain of a harder ratio over the milder one, below which it is not trained."""
-UPDATES = (200, 800)
-"""Updates of a training, and of the second one where the first did not keep the accuracy limit."""
 MOST_TRAININGS = 3
 """Most trainings of networks that one pass has made smaller."""
 AUTO_ONLY = frozenset({"drop_layers"})
@@ -160,6 +160,18 @@ def _precision(
         for step in () if recipe.backend.own_graph else _honoured(search_space.passes(exact=False), recipe.backend):
             for variant in (step, *search_space.variants(step)):
                 yield Ask("precision", dataclasses.replace(recipe, passes=(*recipe.passes, variant)))
+    for recipe in lossless:
+        yield from _layers_back(recipe, done)
+
+
+def _layers_back(recipe: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
+    """Ask for int8 forms of ``recipe`` that missed the accuracy limit with their most sensitive layers in float, if they are
+    faster than everything that keeps it."""
+    for backend in search_space.variants(recipe.backend):
+        trial, but = done.get(dataclasses.replace(recipe, backend=backend).hash), layers_back(recipe, backend)
+        if trial is not None and but is not None:
+            over = max((_speed(each) for each in done.values() if each.state is State.COMPLETE and not misses(each)), default=0)
+            yield from (Ask("precision", each) for each in given_back(trial, over, done, but))
 
 
 def _late(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
@@ -186,6 +198,8 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
             best = max(best, found, key=_speed)
         if best is not base:
             yield from _less_precise(base, best, done, facts)
+        for start in (base, best)[: 1 if best is base else 2] if facts.tries("quantize") else ():
+            yield from (Ask("compressed", recipe) for recipe in trained_int8(start, done))
 
 
 def _ratios(
@@ -329,8 +343,3 @@ def _best(done: Mapping[str, Trial], facts: SearchState, *, exact_only: bool) ->
         if trial.recipe.exact or not exact_only
     ]
     return max(found, key=lambda trial: facts.value(trial) or 0.0, default=None)
-
-
-def _speed(trial: Trial | None) -> float:
-    usable = trial is not None and trial.state in (State.COMPLETE, State.STOPPED) and trial.speedup is not None
-    return trial.speedup.value if usable and trial is not None and trial.speedup is not None else 0.0

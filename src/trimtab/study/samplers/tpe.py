@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import optuna
@@ -82,14 +84,14 @@ class Tpe(Sampler):
 
 
 def _suggest(asked: optuna.Trial, facts: SearchState) -> Recipe:
-    """A recipe of optuna's suggestions for the techniques that the suggested backend supports."""
+    """A recipe of optuna's suggestions for the techniques that the suggested backend supports. A value that the backend refuses
+    beside those before it, such as int8 ranges in float32, stays at its default."""
     backend_class = BACKENDS[asked.suggest_categorical("backend", sorted(BACKENDS))]
-    backend = backend_class(
-        **{
-            field: asked.suggest_categorical(f"{backend_class.name}.{field}", search_space.options(backend_class, field))
-            for field in backend_class.choices()
-        }
-    )
+    backend = backend_class()
+    for field in backend_class.choices():
+        value = asked.suggest_categorical(f"{backend_class.name}.{field}", search_space.options(backend_class, field))
+        with contextlib.suppress(UsageError):
+            backend = dataclasses.replace(backend, **{field: value})
     steps: list[Pass] = []
     for name in PASSES:
         cls = PASSES[name]

@@ -42,6 +42,8 @@ OFF: Mapping[str, Any] = {
 }
 """Each field that is decided here, with its value when nothing pays. The order is that of the decisions, which build on each
 other."""
+_COMPILER = ("compiler.mode", "compiler.dynamic")
+"""What is decided with ``compile``."""
 GROUPS = 4
 """Updates whose batches are read, because the lengths of batches may differ."""
 SECONDS, EARLY_SHARE, SHARE = 5.0, 0.1, 0.03
@@ -94,7 +96,8 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
             gc.collect()  # compiled code refers to itself, and holds the last copies of model and optimizer
             torch.cuda.empty_cache()  # does nothing without a GPU
     values = {name: context.settings.value(name) for name in fields}
-    context.decided |= {name: value for name, value in values.items() if name not in left or value != OFF[name]}
+    values |= {name: now for name in _COMPILER if (now := context.settings.value(name)) != before.value(name)}
+    context.decided |= {name: value for name, value in values.items() if name not in left or value != OFF.get(name)}
     return train
 
 
@@ -113,6 +116,8 @@ class _Decisions:
         self.candidate: Candidate | None = None
         self.interrupted: set[str] = set()
         """Fields that are not decided because the user ended the run."""
+        self.compile_s = 0.0
+        """Seconds in which the best run so far was compiled."""
         self.step_s = self.round_s = 0.0
         """Seconds of an update of the best run so far, and of a round, which has one update from each group of batches."""
 
@@ -149,7 +154,18 @@ class _Decisions:
         """The passes for each field, each with the reason why it need not be timed now, or ``None``."""
         assert self.candidate is not None
         self.candidate = self.candidate.with_settings({"precision.autocast": self.context.settings.precision.autocast})
-        return {name: [(technique, self._against_trying(technique)) for technique in _techniques(name)] for name in fields}
+        alike = len(_shapes(self.batches)) == 1
+        fitting = {name: [each for each in _techniques(name) if self._fits(each, alike=alike)] for name in fields}
+        return {name: [(each, self._against_trying(each)) for each in found] for name, found in fitting.items()}
+
+    def _fits(self, technique: Pass, *, alike: bool) -> bool:
+        """Whether ``technique`` can be of use: code for all sizes only if sizes differ, and timed kernels only on a GPU."""
+        asked = self._changes(technique)
+        return not (
+            (alike and asked.get("compiler.dynamic"))
+            or (self.context.device.type == "cpu" and asked.get("compiler.mode"))
+            or (self.context.settings.compiler.options is not None and asked.get("compiler.mode"))
+        )
 
     def _against_trying(self, technique: Pass) -> str | None:
         """Why ``technique`` need not be timed, as a clause or a sentence; ``None`` if it must be."""
@@ -170,8 +186,20 @@ class _Decisions:
     def _set_by(self, technique: Pass) -> tuple[str, Any]:
         """The field that ``technique`` sets, and the value that it sets."""
         assert self.candidate is not None
-        (field,) = technique.sets
+        (field,) = technique.sets & OFF.keys()
         return field, technique.apply(self.candidate).settings.value(field)
+
+    def _option(self, technique: Pass) -> str:
+        """The option that ``technique`` stands for, such as ``optimizer.implementation='fused'``."""
+        return " with ".join(f"{name}={value!r}" for name, value in self._changes(technique).items())
+
+    def _changes(self, technique: Pass) -> dict[str, Any]:
+        """The field that ``technique`` decides, and the others that it sets to another value than their default."""
+        assert self.candidate is not None
+        field, value = self._set_by(technique)
+        made, default = technique.apply(self.candidate).settings, Settings()
+        more = {name: made.value(name) for name in sorted(technique.sets - {field})}
+        return {field: value} | {name: value for name, value in more.items() if value != default.value(name)}
 
     def _decided(self, technique: Pass, reason: str | None, seconds: float) -> tuple[str, str]:
         """Time ``technique``, and keep it if it pays in every process.
@@ -179,11 +207,11 @@ class _Decisions:
         Returns:
             The option, such as ``optimizer='fused'``, and the result: ``on: ...`` or ``off: ...``, with the reason.
         """
-        field, value = self._set_by(technique)
+        field, _ = self._set_by(technique)
         faster, result = None, f"off: {reason}"
         if reason is None:
             try:
-                faster, result = self._timed(technique, field, value, seconds)
+                faster, result = self._timed(technique, field, seconds)
             except _InterruptedError:
                 self.interrupted.add(field)
                 result = "off: the run was interrupted before it was measured."
@@ -196,7 +224,7 @@ class _Decisions:
             result = "off: it does not pay in every process."
         if self.context.settings.memory.activation_mb is not None or self.context.settings.memory.segments is not None:
             gc.collect()  # recomputed modules are in reference cycles
-        return f"{field}={value!r}", result
+        return self._option(technique), result
 
     def _settle(self, run: ShadowRun) -> None:
         """Measure the seconds of an update; a round has one update where batches are alike or updates slow, else several."""
@@ -205,7 +233,7 @@ class _Decisions:
         self.batches = run.feed.batches = [move(batch) for batch in batches[:accumulate]]
         _, self.step_s = seconds_of(run)
         self.round_s, groups = self.step_s, -(-len(batches) // accumulate)
-        alike = len({tuple(tensor.shape for tensor in tensors_of(batch)) for batch in batches}) == 1
+        alike = len(_shapes(batches)) == 1
         if alike or groups * self.step_s > SECONDS / 40 or FEWEST_ROUNDS * self.step_s > self._seconds():
             return
         self.batches = run.feed.batches = [move(batch) for batch in batches]
@@ -219,8 +247,8 @@ class _Decisions:
         run_s = self.updates * self.step_s
         return max(min(SECONDS, EARLY_SHARE * run_s), SHARE * run_s)
 
-    def _timed(self, technique: Pass, field: str, value: Any, seconds: float) -> tuple[ShadowRun | None, str]:
-        """Time ``technique``, which sets ``field`` to ``value``, for at most ``seconds``.
+    def _timed(self, technique: Pass, field: str, seconds: float) -> tuple[ShadowRun | None, str]:
+        """Time ``technique``, which decides ``field``, for at most ``seconds``.
 
         Returns:
             The shadow run if it pays, else ``None``; and the result: ``on: ...`` or ``off: ...``, with the reason.
@@ -233,7 +261,7 @@ class _Decisions:
         if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
             length = "this run" if self.updates is None else f"a run of about {self.updates * self.step_s:.0f} s"
             return None, f"off: measuring it would take {needed:.1f} s, which is too much for {length}."
-        other = ShadowRun(self.context, self.context.settings.replaced({field: value}), self.batches)
+        other = ShadowRun(self.context, self.context.settings.replaced(self._changes(technique)), self.batches)
         first_s, later_s = seconds_of(other)
         if isinstance(other.step, CompiledStep) and other.step.failure is not None:
             return None, f"off: the model cannot be compiled. {other.step.failure}"
@@ -243,13 +271,19 @@ class _Decisions:
         times = f"it ran at {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
         if ratio.doubtful:
             return None, "off: the machine was too busy to tell."
-        if ratio.low <= 1:
+        compile_s, saved_s = first_s - later_s, self.step_s * (1 - 1 / ratio.low)
+        again = field == "compile" and self.updates is not None and self.compile_s > 0  # the best run so far is compiled too
+        spared = self.compile_s - compile_s if again else 0.0
+        if ratio.low <= 1 and not (again and self.updates is not None and self.updates * saved_s + spared > 0):
             return None, f"off: {times}{' here.' if ratio.high < 1 else ', which is not surely faster.'}"
         if field != "compile" or self.updates is None:
             return other, f"on: {times}."
-        compile_s, saved_s = first_s - later_s, self.step_s * (1 - 1 / ratio.low)
+        if again:
+            before, self.compile_s = self.compile_s, compile_s
+            return other, f"on: {times}, and compiling takes {compile_s:.1f} s instead of {before:.1f} s."
         if (saved := self.updates * saved_s) <= compile_s:
             return None, f"off: {times}, but compiling takes {compile_s:.1f} s and saves {saved:.1f} s of the run."
+        self.compile_s = compile_s
         after = math.ceil(compile_s / saved_s)
         return other, f"on: {times}. Compiling takes {compile_s:.1f} s, which {after} of the {self.updates} updates pay back."
 
@@ -305,11 +339,16 @@ class _Decisions:
         return compare(other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=go_on).ratio
 
 
+def _shapes(batches: Iterable[Batch]) -> set[tuple[torch.Size, ...]]:
+    """The shapes of the tensors of each of ``batches``."""
+    return {tuple(tensor.shape for tensor in tensors_of(batch)) for batch in batches}
+
+
 def _techniques(field: str) -> Iterator[Pass]:
     """Every pass for training that sets ``field`` alone, with each combination of its choices."""
     for name in PASSES:
         cls = PASSES[name]
-        if "train" in cls.modes and cls.sets == {field}:
+        if "train" in cls.modes and cls.sets & OFF.keys() == {field}:
             choices = cls.choices()
             for values in itertools.product(*choices.values()):
                 yield cls(**dict(zip(choices, values, strict=True)))

@@ -71,10 +71,13 @@ class Adjuster:
     Args:
         changes: for the symptoms ``data`` (updates wait for data) and ``compute`` (updates are slow): a function that lists
             what can be tried, given the present window.
+        target_ms: milliseconds per update; as long as updates take longer, something is tried although none has slowed down.
     """
 
-    def __init__(self, changes: Mapping[str, Callable[[Window], Iterable[Change]]]) -> None:
-        self.changes = changes
+    def __init__(self, changes: Mapping[str, Callable[[Window], Iterable[Change]]], target_ms: float | None = None) -> None:
+        self.changes, self.target_ms = changes, target_ms
+        self._exhausted: list[str] = []
+        """The symptoms whose changes were tried for the target, without one that was kept since."""
         self.usual: Window | None = None
         """The window that slowdowns are measured against."""
         self._recent: collections.deque[Window] = collections.deque(maxlen=WINDOWS)
@@ -107,7 +110,7 @@ class Adjuster:
         first, now = self.usual is None, _typical(self._recent)
         usual = self.usual = self.usual or now
         if not self._queue:
-            symptom = self._symptom(usual, now, first)
+            symptom = self._symptom(usual, now, first) or self._late(context, now)
             if symptom is None:
                 return
             self._queue = list(self.changes[symptom](now))
@@ -129,6 +132,20 @@ class Adjuster:
             return "data"
         return "compute" if self._grown(usual, now, "compute") else None
 
+    def _late(self, context: RunContext, now: Window) -> str | None:
+        """What to try because updates take longer than the target: where more of their time goes, then the other."""
+        if self.target_ms is None or now.step <= self.target_ms:
+            return None
+        left = [each for each in sorted(self.changes, key=lambda name: -getattr(now, name)) if each not in self._exhausted]
+        if left:
+            self._exhausted.append(left[0])
+            return left[0]
+        context.note_once(
+            f"target_ms is {self.target_ms:g}, and an update takes more, with what workers and micro-batch can do. Precision, "
+            "compilation and layout are never changed within a run, because its losses would change; tune() compares them."
+        )
+        return None
+
     def _grown(self, usual: Window, now: Window, phase: str) -> bool:
         """Whether ``phase`` has slowed down in every recent window, by an amount that matters to the update."""
         before = getattr(usual, phase)
@@ -139,7 +156,9 @@ class Adjuster:
         """Keep or undo the change under trial."""
         after, before, position = _typical(self._recent), _typical(self._without), context.position
         kept = max(window.step for window in self._recent) < min(window.step for window in self._without)
-        if not kept:
+        if kept:
+            self._exhausted = []
+        else:
             change.undo()
         context.emit(
             Adjusted(
@@ -229,7 +248,7 @@ def adjuster(context: RunContext, ready: Ready) -> Adjuster:
         if micro < whole:
             yield micro_batch_change(feed, context.model, min(2 * micro, whole), against)
 
-    return Adjuster({"data": data, "compute": compute})
+    return Adjuster({"data": data, "compute": compute}, context.settings.target_ms)
 
 
 def workers_of(loader: Any) -> int | None:

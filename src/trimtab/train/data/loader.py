@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,8 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import leaves_of, map_tensors
 from trimtab.train.data.batch_sampler import Epoch, Order, check_lengths, fixed, length_classes, within_budget
 from trimtab.train.data.collate import Collate
-from trimtab.train.data.readers import Job, Reader, seeded, source_of
+from trimtab.train.data.example_cache import ExampleCache
+from trimtab.train.data.readers import Examples, Job, Reader, seeded, source_of
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.runtime.random_generators import datasets_of
 
@@ -70,6 +72,9 @@ class Loader:
         lengths: the length of each example: an array, or a function of an example. Examples of a batch then have similar
             lengths (within an eighth); batches are drawn anew in each epoch, always the same number.
         tokens: most tokens per batch with padding: examples times the longest length. Needs ``lengths``.
+        cache: keeps decoded examples: ``"2GB"`` of memory, or a folder, which later runs use too. The dataset must not draw
+            random numbers then.
+        transform: what is done with each example after it was read, or found in the cache, such as an augmentation that draws.
         rank: rank of this process among those that share the data; default that of ``torch.distributed``, or 0.
         size: number of processes that share the data.
 
@@ -99,6 +104,8 @@ class Loader:
         collate: Callable[[list[Any]], Batch] | None = None,
         lengths: Sequence[int] | np.ndarray[Any, Any] | torch.Tensor | Callable[[Any], int] | None = None,
         tokens: int | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
@@ -108,6 +115,8 @@ class Loader:
         self.drop_last, self.workers, self.prefetch, self.pin = drop_last, workers, prefetch, pin
         self.persistent, self.in_order, self.tokens, self.rank, self.size = persistent, in_order, tokens, rank, size
         self._source = source_of(dataset, collate)
+        if cache is not None or transform is not None:
+            self._keep_examples(cache, transform)
         self._reader = Reader(self._source)
         if not len(self._source):
             raise UsageError("The dataset is empty. Check where its examples come from.")
@@ -158,6 +167,21 @@ class Loader:
         """End the workers; the next iteration starts new ones."""
         self._turn += 1
         self._pool = None  # freeing its iterator ends the processes
+
+    def _keep_examples(self, cache: str | os.PathLike[str] | None, transform: Callable[[Any], Any] | None) -> None:
+        """Have the source cache examples, and transform them afterwards."""
+        name = "cache" if cache is not None else "transform"
+        if not isinstance(self._source, Examples):
+            raise UsageError(
+                f"{name} is for a dataset that reads one example after the other, and this one has its arrays in memory or in "
+                "mapped files. Leave it out; collate= changes batches."
+            )
+        if transform is not None and not callable(transform):
+            raise UsageError(f"transform is {of_type(transform)}; give a function of an example.")
+        self._source.transform = transform
+        self._source.draws = self._source.draws or transform is not None
+        if cache is not None:
+            self._source.cache = ExampleCache(cache, self.dataset, self.workers)
 
     def _here(self, jobs: _Jobs) -> Iterator[Batch]:
         """Batches that this process reads."""

@@ -18,6 +18,7 @@ from trimtab.core.workload import user_code
 from trimtab.errors import UsageError
 from trimtab.train.data.batch_sampler import Index
 from trimtab.train.data.collate import TARGETS, Collate
+from trimtab.train.data.example_cache import ExampleCache
 from trimtab.train.data.memory_mapped import MappedTensors
 from trimtab.train.loss.adapter import Batch
 
@@ -96,6 +97,9 @@ class Examples:
         self.dataset, self.collate = dataset, collate
         self.draws = not (type(dataset) in _STILL and type(collate) is Collate)
         self._many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+        self.cache: ExampleCache | None = None
+        self.transform: Callable[[Any], Any] | None = None
+        """What is done with each example after it was read, or found in the cache."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -103,6 +107,26 @@ class Examples:
     def read(self, index: Index) -> Batch:
         """The batch of these examples. A list from ``__getitems__`` is collated; anything else is the batch."""
         places = list(range(index.start, index.stop)) if isinstance(index, slice) else index.tolist()
+        found = self._read(places) if self.cache is None else self.cache.get(places, self._examples)
+        if self.transform is not None:
+            with user_code(f"transform raised on examples {_some(places)}"):
+                found = [self.transform(example) for example in self._listed(found)]
+        with user_code(f"collate raised on examples {_some(places)}"):
+            return self.collate(found) if isinstance(found, list) else found
+
+    def _examples(self, places: list[int]) -> list[Any]:
+        return self._listed(self._read(places))
+
+    def _listed(self, found: Any) -> list[Any]:
+        if isinstance(found, list):
+            return found
+        raise UsageError(
+            f"__getitems__ of the dataset returns {of_type(found)}, a whole batch, and cache and transform need examples. "
+            "Let it return a list of them, or leave both out."
+        )
+
+    def _read(self, places: list[int]) -> Any:
+        """The examples, or what ``__getitems__`` makes of them."""
         found: Any = []
         if self._many is not None:
             with user_code(f"The dataset raised on examples {_some(places)}"):
@@ -111,8 +135,7 @@ class Examples:
             with _reading(places, found):
                 for place in places:
                     found.append(self.dataset[place])
-        with user_code(f"collate raised on examples {_some(places)}"):
-            return self.collate(found) if isinstance(found, list) else found
+        return found
 
     def example(self, place: int) -> Any:
         """``dataset[place]``."""

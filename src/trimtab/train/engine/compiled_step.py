@@ -51,7 +51,9 @@ class CompiledStep(Step):
         """Why the model is not compiled."""
         self._met: set[tuple[torch.Size, ...]] = set()
         self._called = False
-        compiled: Any = torch.compile(model)
+        asked = settings.compiler
+        options: Any = None if asked.options is None else dict(asked.options)
+        compiled: Any = torch.compile(model, mode=asked.mode, dynamic=asked.dynamic, options=options)
         compiled.register_forward_pre_hook(self._hear)
         self.model = compiled
 

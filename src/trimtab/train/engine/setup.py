@@ -432,7 +432,12 @@ def _listed(counts: list[int]) -> str:
 
 def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
     """Replace ``"auto"`` by the checkpoint's choices: other choices would give other losses."""
-    again = {name: value for name, value in decided.items() if context.settings.value(name) == "auto"}
+    compiles = context.settings.compile == "auto"
+    again = {
+        name: value
+        for name, value in decided.items()
+        if context.settings.value(name) == "auto" or (compiles and name.startswith("compiler."))
+    }
     context.settings = context.settings.replaced(again)
     context.decided = dict(decided)
     if again:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +16,10 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import map_tensors
 from trimtab.train.data.loader_position import Seekable
 from trimtab.train.data.micro_batches import has_workers, keeps_workers, set_workers
-from trimtab.train.data.peek import first_batches, kept_random
-from trimtab.train.loss.adapter import Batch, Weight, call, is_pair
+from trimtab.train.data.peek import kept_random
+from trimtab.train.loss.adapter import Batch, Weight
 from trimtab.train.run_context import RunContext
-from trimtab.train.telemetry.metrics import Figures, Metric
+from trimtab.train.telemetry.metrics import Figures
 
 if TYPE_CHECKING:
     from trimtab.train.engine.step import Step
@@ -66,10 +66,6 @@ def checked(context: RunContext, held_out: Iterable[Batch] | None) -> Iterable[B
             f"validate has no batch for the process of rank {lengths.index(0)}, and all processes must call a sharded model "
             f"together. Give it at least {len(lengths)} batches, smaller ones for instance."
         )
-    if metrics and context.objective.calls_model and context.objective.loss is not None:
-        first, held_out = first_batches(held_out, 1, _READING.what)
-        if world.any(any(not is_pair(batch) for batch in first)):
-            raise UsageError(_no_pair(next(iter(metrics))))
     return held_out
 
 
@@ -151,9 +147,12 @@ class _Answers:
         context = self.context
         with torch.set_grad_enabled(gradients):
             ask = functools.partial(context.objective.answered, context.model, batch)
-            loss, weight, outputs = self.world.looked(ask)
-            if context.metrics and outputs is None:
-                outputs = _outputs(context.model, batch, context.metrics)
+            if not context.metrics or context.objective.loss is None or not context.objective.calls_model:
+                loss, weight, outputs = self.world.looked(ask)
+            else:
+                with _heard(context.model) as heard:
+                    loss, weight, _ = self.world.looked(ask)
+                outputs = _answers(heard, next(iter(context.metrics)))
         return loss.detach(), weight, map_tensors(outputs, torch.Tensor.detach) if gradients else outputs
 
 
@@ -200,16 +199,22 @@ def _length(batches: Iterable[Batch]) -> int | None:
         return None
 
 
-def _outputs(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Any:
-    """The model's outputs for ``metrics``, if the loss calls the model itself."""
-    if not is_pair(batch):
-        raise UsageError(_no_pair(next(iter(metrics))))
-    return call(model, batch[0])
+@contextlib.contextmanager
+def _heard(model: nn.Module) -> Iterator[list[Any]]:
+    """A block that gets a list of what ``model`` returns, for metrics where the loss calls it."""
+    found: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _inputs, outputs: found.append(outputs))
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
-def _no_pair(name: str) -> str:
-    return (
-        f"The metric {name!r} needs outputs, and where loss(model, batch) calls the model these are known for batches of "
-        "(inputs, targets) only. Have the loader give such, and a loss of outputs and targets: "
-        "loss=lambda outputs, targets: ..."
-    )
+def _answers(heard: list[Any], name: str) -> Any:
+    """What the model returned: of several calls, as those for the parts of a pair, a list in their order."""
+    if not heard:
+        raise UsageError(
+            f"The metric {name!r} needs the outputs of the model, and the loss calls its methods, which cannot be seen. Let "
+            "loss(model, batch) call model(...) itself."
+        )
+    return heard[0] if len(heard) == 1 else heard

@@ -47,6 +47,22 @@ class Progressed(Event):
     """Updates left out because the loss or a gradient was not finite."""
     shares: Mapping[str, float]
     """Share of the time by phase; together 1."""
+    median_ms: float | None = None
+    """Median milliseconds of an update, from one to the next as the host sees them, without validations."""
+    spread_ms: float | None = None
+    """Standard deviation of the same."""
+    p95_ms: float | None = None
+    """95th percentile of the same; ``None`` for fewer than 59 updates, which cannot tell."""
+    loss_spread: float | None = None
+    """Standard deviation of the loss over these updates."""
+    loss_p95: float | None = None
+    """95th percentile of the loss over the same; ``None`` for fewer than 59 updates."""
+    resident_mb: float | None = None
+    """Resident memory of the process now, in MB (10**6 bytes)."""
+    allocated_mb: float | None = None
+    """Memory of the GPU that tensors take now."""
+    reserved_mb: float | None = None
+    """Memory of the GPU that torch's allocator holds now."""
     logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Means of what :func:`trimtab.train.log` was given since the last event of this kind, by name."""
 
@@ -151,6 +167,10 @@ class JsonLines:
             ) from error
 
 
+_TIMES = ("median_ms", "spread_ms", "p95_ms")
+_MEMORY = ("resident_mb", "allocated_mb", "reserved_mb")
+
+
 class TensorBoard:
     """A callback that writes loss, rate, speed and validation metrics for TensorBoard (``pip install tensorboard``)."""
 
@@ -173,6 +193,8 @@ def figures_of(event: Event) -> dict[str, float]:
         figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
         figures |= {f"train/{name}": value for name, value in event.logged.items()}
         figures |= {"speed/examples_per_s": event.examples_per_s}
+        figures |= {f"speed/{name}": value for name in _TIMES if (value := getattr(event, name)) is not None}
+        figures |= {f"memory/{name}": value for name in _MEMORY if (value := getattr(event, name)) is not None}
         return figures | {f"time/{phase}": share for phase, share in event.shares.items()}
     if isinstance(event, Validated):
         return {f"validate/{name}": value for name, value in {**event.logged, **event.metrics}.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
+from trimtab.train.telemetry.distribution import memory, of_updates
 from trimtab.train.telemetry.events import Progressed
 from trimtab.train.telemetry.log import means
 from trimtab.train.telemetry.mfu import flops_share
@@ -30,6 +32,13 @@ class Meter:
         self._unread: list[Update] = []
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
+        self._marked: float | None = None
+        """When the last update ended, later by what was not of updates since."""
+        self._times = array.array("d")
+        """Seconds of the updates since the last report."""
+        self._all_times = array.array("d")
+        self._like: dict[str, float | None] = {}
+        """What the losses of the last report are like."""
         self._apart = 0.0
         """Seconds since the last report that are not of updates."""
         self._loss: float | None = None
@@ -44,6 +53,10 @@ class Meter:
 
     def count(self, update: Update, group: Sequence[Batch]) -> None:
         """Count an update that was made from the batches of ``group``."""
+        now = time.perf_counter()
+        if self._marked is not None:
+            self._times.append(now - self._marked)
+        self._marked = now
         self._unread.append(update)
         self._group = group or self._group
         self._examples += sum(map(examples, group))
@@ -65,6 +78,7 @@ class Meter:
         if applied.any():
             losses = losses[applied]
         self._loss = float(losses.mean())
+        self._like = of_updates(self._times, losses.tolist())
         spent["other"], self._apart = max(spent["other"] - self._apart, 0.0), 0.0
         both = self.context.world.gathered((Pace(self._examples, spent), self.context.log.take()))
         paces = [pace for pace, _ in both]
@@ -83,8 +97,12 @@ class Meter:
             step_ms=1e3 * total / len(self._unread),
             skipped=len(self._unread) - int(applied.sum()),
             shares=_shares(spent, total),
+            **self._like,
+            **memory(self.context.device),
             logged=means([sums for _, sums in both]),
         )
+        self._all_times.extend(self._times)
+        self._times = array.array("d")
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
         tell(self.context, event)
@@ -107,6 +125,7 @@ class Meter:
             seconds = time.perf_counter() - began
             self._since += seconds
             self._apart += seconds
+            self._marked = None if self._marked is None else self._marked + seconds
 
     def summary(self, ended: str) -> Summary:
         """The summary of the run, which ended for the reason ``ended``."""
@@ -128,6 +147,11 @@ class Meter:
             flops_share=share,
             shares=_shares(self._spent, sum(self._spent.values())),
             skipped=context.position.skipped,
+            **{
+                **self._like,
+                **{name: value for name, value in of_updates(self._all_times, ()).items() if name.endswith("_ms")},
+            },
+            **memory(context.device),
             settings=context.settings,
             notes=(*context.notes, *context.world.notes()),
         )

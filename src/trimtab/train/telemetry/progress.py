@@ -1,16 +1,18 @@
-"""Show the progress of a run: a live line in a terminal, lines of text elsewhere."""
+"""Show the progress of a run: a live line in a terminal or a notebook, lines of text elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from trimtab._internal.terminal import Console, Live, Text
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES
-from trimtab.train.telemetry.events import Event, Progressed, Remarked, Validated
+from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked, Validated
 
 REFRESHES = 4
 """Refreshes of the live line per second, by a thread of its own: a step does nothing for them."""
@@ -26,10 +28,11 @@ def shown(context: RunContext, wanted: bool | None, console: Console | None = No
     """
     console = console or Console(stderr=True, highlight=False)
     live: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if wanted is not False and context.world.leads and (wanted or console.is_terminal):
-        view = View(context, console)
+    notebook = _display()
+    if wanted is not False and context.world.leads and (wanted or console.is_terminal or notebook):
+        view = View(context, console) if notebook is None else NotebookView(context, console, notebook)
         context.watchers.append(view)
-        if console.is_terminal:
+        if console.is_terminal and notebook is None:
             printed = sys.stdout.isatty()  # else what callbacks print goes to the file that it is
             live = Live(console=console, get_renderable=view.line, refresh_per_second=REFRESHES, redirect_stdout=printed)
     try:
@@ -79,6 +82,41 @@ class View:
         if updates is None or made < 1:
             return None
         return max(updates - position.update, 0) * (now - self._since) / made
+
+
+class NotebookView(View):
+    """A view below the cell of a notebook, which changes in place: the lines so far, and the line of progress."""
+
+    def __init__(self, context: RunContext, console: Console, display: Any) -> None:
+        super().__init__(context, console)
+        self._display = display
+        self._lines: list[str] = []
+        self._handle: Any = None
+
+    def __call__(self, context: RunContext, event: Event) -> None:
+        """Show ``event``."""
+        if isinstance(event, Progressed):
+            if self._last is None:
+                self._first, self._since = event.update, time.monotonic()
+            self._last = event
+        elif text := line_of(event):
+            self._lines.append(text)
+        if isinstance(event, Ended) or time.monotonic() - self._said >= 1 / REFRESHES:
+            self._said = time.monotonic()
+            self._show()
+
+    def _show(self) -> None:
+        page = self._display.HTML(f"<pre>{html.escape(chr(10).join([*self._lines, self.line().plain]))}</pre>")
+        if self._handle is None:
+            self._handle = self._display.display(page, display_id=True)
+        else:
+            self._handle.update(page)
+
+
+def _display() -> Any:
+    """IPython's module ``display`` in the kernel of a notebook, else ``None``."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return sys.modules.get("IPython.display") if shell is not None and getattr(shell, "kernel", None) is not None else None
 
 
 def _epoch(now: int, epochs: int | None) -> str:

@@ -39,6 +39,22 @@ class Summary:
     shares: Mapping[str, float]
     """Share of the time of the updates by phase; together 1."""
     skipped: int
+    median_ms: float | None = None
+    """Median milliseconds of an update, from one to the next as the host sees them, without validations."""
+    spread_ms: float | None = None
+    """Standard deviation of the same."""
+    p95_ms: float | None = None
+    """95th percentile of the same; ``None`` for fewer than 59 updates, which cannot tell."""
+    loss_spread: float | None = None
+    """Standard deviation of the loss over the last updates that were logged."""
+    loss_p95: float | None = None
+    """95th percentile of the loss over the same; ``None`` for fewer than 59 updates."""
+    resident_mb: float | None = None
+    """Resident memory of the process at the end, in MB (10**6 bytes)."""
+    allocated_mb: float | None = None
+    """Memory of the GPU that tensors take at the end."""
+    reserved_mb: float | None = None
+    """Memory of the GPU that torch's allocator holds at the end."""
     settings: Settings
     """The settings at the end, with every ``"auto"`` decided."""
     notes: tuple[str, ...] = ()
@@ -61,7 +77,9 @@ class Summary:
         if self.restored is not None and self.best is not None:
             lines.append(f"The model has the parameters of the best validation, whose {self.restored} was {self.best:.4g}.")
         shown = [f"{phase} {self.shares[phase]:.0%}" for phase in PHASES if self.shares.get(phase, 0) >= 0.005]
-        lines.append("Time: " + ", ".join(shown) if shown else "")
+        times = {"median": self.median_ms, "p95": self.p95_ms}
+        told = ", ".join(f"{name} {value:.3g} ms" for name, value in times.items() if value is not None)
+        lines.append("Time: " + ", ".join(shown) + (f"; an update: {told}" if told else "") if shown else "")
         if self.peak_mb is not None:
             lines.append(f"Peak memory {self.peak_mb:,.0f} MB" + _share(self.flops_share))
         if self.skipped:

@@ -1,0 +1,207 @@
+"""How much the outputs change when one layer at a time is rounded to 8 bits: without labels, in torch, for every runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab._internal.serialization import write_json
+from trimtab._internal.user_code import writing
+from trimtab.core.candidate import MODEL_ERRORS, Candidate
+from trimtab.errors import CompileError
+from trimtab.hardware import environment
+from trimtab.passes.common.quantized import LEVELS, Range, quantizable, quantize, ranges_seen
+from trimtab.passes.fold_bn import folded
+from trimtab.tensors.comparison import is_discrete
+from trimtab.tensors.structure import cloned, flatten
+from trimtab.tensors.weights import raw
+
+FOLDER = "sensitivity"
+"""Folder in the candidate's scratch folder with one table for each model and calibration data."""
+MOST_CALLS = 16
+"""Calibration calls on which outputs are compared."""
+BLAMED = 3
+"""Most layers that a sentence names."""
+
+Outputs = list[list[torch.Tensor]]
+
+
+def sensitivities(candidate: Candidate) -> dict[str, float]:
+    """For each convolution, linear and recurrent layer that the calibration inputs reach, the mean squared change of the
+    outputs when its weights and activations are rounded, relative to their variance; most sensitive layer first.
+
+    The table is kept in the candidate's scratch folder under the hash of weights and calibration data.
+
+    Raises:
+        CompileError: the model fails on the calibration inputs.
+    """
+    path = None if candidate.scratch is None else candidate.scratch / FOLDER / f"{_key(candidate)}.json"
+    if path is not None and (found := _read(path)) is not None:
+        return found
+    try:
+        table = _measured(candidate)
+    except MODEL_ERRORS as error:
+        raise CompileError(f"The layers' sensitivities cannot be measured on the calibration inputs: {error}") from error
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing():
+            write_json(path, table)
+    return table
+
+
+def most_sensitive(candidate: Candidate, count: int, *, recurrent: bool = False) -> tuple[str, ...]:
+    """Names of the ``count`` layers whose rounding changes the outputs most; ``recurrent`` layers are among them if asked for.
+
+    Raises:
+        CompileError: no layer would be left.
+    """
+    if not count:
+        return ()
+    layers = dict(candidate.model.named_modules())
+    names = [name for name in sensitivities(candidate) if recurrent or not isinstance(layers[name], nn.RNNBase)]
+    if count >= len(names):
+        raise CompileError(f"No layer is left to quantize: float_layers is {count}, and the model has {len(names)}.")
+    return tuple(names[:count])
+
+
+def blamed(candidate: Candidate) -> str | None:
+    """A sentence that names the layers whose rounding to 8 bits changes the outputs most; ``None`` if none can be measured."""
+    try:
+        table = sensitivities(folded(candidate))
+    except CompileError:
+        return None
+    named = ", ".join(f"{name} ({value:.2g} of the outputs' variance)" for name, value in list(table.items())[:BLAMED])
+    return f"Rounded alone, these layers change the outputs most: {named}." if named else None
+
+
+def _measured(candidate: Candidate) -> dict[str, float]:
+    model = candidate.own_model()
+    layers = quantizable(model)
+    recurrent = {name: module for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
+    with torch.no_grad(), _inputs_seen(model, recurrent) as inputs, ranges_seen(model, layers) as seen:
+        wanted = _outputs(candidate, model)
+    variances = [_variance(each) for each in zip(*wanted, strict=True)]
+    table: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if name in seen:
+            scales = (seen[name][0].scale("minmax"), seen[name][1].scale("minmax"))
+            with _one_rounded(model, name, scales):
+                table[name] = _change(wanted, _outputs(candidate, model), variances)
+        elif name in inputs:
+            assert isinstance(module, nn.RNNBase)
+            with _recurrent_rounded(module, inputs[name].scale("minmax")):
+                table[name] = _change(wanted, _outputs(candidate, model), variances)
+    return _sorted(table)
+
+
+@contextlib.contextmanager
+def _one_rounded(model: nn.Module, name: str, scales: tuple[tuple[float, int], tuple[float, int]]) -> Iterator[None]:
+    layer = model.get_submodule(name)
+    own = layer.__class__
+    quantize(model, {name: scales})
+    try:
+        yield
+    finally:
+        layer.__class__ = own
+
+
+@contextlib.contextmanager
+def _recurrent_rounded(layer: nn.RNNBase, scale: tuple[float, int]) -> Iterator[None]:
+    """A block in which the weights of ``layer``, one scale for each row, and its inputs are rounded."""
+    largest = 127 if environment.has_vnni() else 63
+    before = {name: weight.detach().clone() for name, weight in layer.named_parameters() if name.startswith("weight")}
+    handle = layer.register_forward_pre_hook(
+        lambda _, args: (torch.fake_quantize_per_tensor_affine(args[0], *scale, 0, LEVELS), *args[1:])
+    )
+    try:
+        with torch.no_grad():
+            for name, weight in before.items():
+                step = weight.abs().amax(1, keepdim=True).clamp_min(1e-8) / largest
+                getattr(layer, name).copy_((weight / step).round() * step)
+        yield
+    finally:
+        handle.remove()
+        with torch.no_grad():
+            for name, weight in before.items():
+                getattr(layer, name).copy_(weight)
+
+
+@contextlib.contextmanager
+def _inputs_seen(model: nn.Module, names: Mapping[str, Any]) -> Iterator[dict[str, Range]]:
+    seen: dict[str, Range] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if isinstance(args[0], torch.Tensor):  # not a packed sequence
+                seen.setdefault(name, Range()).see(args[0])
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _outputs(candidate: Candidate, model: nn.Module) -> Outputs:
+    calls = candidate.calibration[:MOST_CALLS] or ((candidate.args, candidate.kwargs),)
+    found = []
+    with torch.no_grad():
+        for args, kwargs in calls:
+            leaves = flatten(model(*cloned(args), **cloned(dict(kwargs))), "output")[0]
+            found.append([leaf.detach().clone() for leaf in leaves])
+    return found
+
+
+def _variance(outputs: Sequence[torch.Tensor]) -> float:
+    """The variance of one output over all calls; 1 for integers, of which the share that differs is counted."""
+    if is_discrete(outputs[0].dtype):
+        return 1.0
+    values = torch.cat([out.flatten().double() for out in outputs])
+    values = values[values.isfinite()]
+    return max(float(values.var(correction=0)), 1e-12) if values.numel() else 1.0
+
+
+def _change(wanted: Outputs, found: Outputs, variances: Sequence[float]) -> float:
+    total = 0.0
+    for i, variance in enumerate(variances):
+        pairs = [(a[i], b[i]) for a, b in zip(wanted, found, strict=True)]
+        if is_discrete(pairs[0][0].dtype):
+            total += sum(float((a != b).double().mean()) for a, b in pairs) / len(pairs)
+        else:
+            total += sum(float((a.double() - b.double()).square().nanmean()) for a, b in pairs) / len(pairs) / variance
+    return total
+
+
+def _key(candidate: Candidate) -> str:
+    digest = hashlib.sha256(f"{torch.__version__} {environment.has_vnni()} {candidate.model}".encode())
+    for name, tensor in candidate.model.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(raw(tensor).numpy().data)
+    for args, kwargs in candidate.calibration[:MOST_CALLS]:
+        for leaf in flatten((args, dict(kwargs)), "inputs")[0]:
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(raw(leaf).numpy().data)
+    return digest.hexdigest()[:32]
+
+
+def _read(path: pathlib.Path) -> dict[str, float] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return _sorted({str(name): float(value) for name, value in found.items()})
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def _sorted(table: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(table.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,111 @@
+"""What is tried where an int8 form is fast and misses the accuracy limit: layers back in float, and training.
+
+The generators yield recipes, and read their trials from the finished ones when they go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Mapping
+
+from trimtab.core import search_space
+from trimtab.core.backend import Backend
+from trimtab.core.recipe import Recipe
+from trimtab.core.technique import PASSES, Pass
+from trimtab.core.trial import State, Trial
+
+UPDATES = (200, 800)
+"""Updates of a training, and of the second one where the first did not keep the accuracy limit."""
+QUANTIZER, TRAINER = "fake_quant", "recover"
+
+
+def speed(trial: Trial | None) -> float:
+    """The speed-up of a trial that was timed; 0 for any other."""
+    usable = trial is not None and trial.state in (State.COMPLETE, State.STOPPED) and trial.speedup is not None
+    return trial.speedup.value if usable and trial is not None and trial.speedup is not None else 0.0
+
+
+def misses(trial: Trial) -> bool:
+    """Whether less rounding could help the trial: it lost too much accuracy, or lost some and may have lost too much. A limit
+    that the data cannot decide even without a loss is another matter."""
+    if trial.recipe.exact:
+        return False
+    lost = trial.drop
+    if trial.state is State.MISMATCH or lost is None:
+        return trial.state is State.MISMATCH
+    return lost.decided is False or (lost.decided is None and lost.limit is not None and lost.value > 0)
+
+
+def given_back(
+    quantized: Trial, over: float, done: Mapping[str, Trial], but: Callable[[int], Recipe]
+) -> Generator[Recipe, None, None]:
+    """Recipes ``but(n)`` in which the ``n`` most sensitive layers are float, until the accuracy limit holds: twice as many each
+    time, then the fewest between. Ends where nothing is left of the gain, which is a speed above ``over``."""
+
+    def failed(trial: Trial) -> bool:
+        slow = trial.speedup is not None and speed(trial) <= over
+        return trial.state in (State.FAILED, State.SKIPPED) or (slow and misses(trial))
+
+    if not misses(quantized) or failed(quantized):
+        return
+    least, most = 0, 1
+    while True:
+        yield but(most)
+        trial = done[but(most).hash]
+        if failed(trial) or (trial.state is State.STOPPED and not misses(trial)):
+            return
+        if not misses(trial):
+            break
+        least, most = most, 2 * most
+    while most - least > 1:
+        middle = (least + most) // 2
+        yield but(middle)
+        trial = done[but(middle).hash]
+        least, most = (least, middle) if trial.state is State.COMPLETE and not misses(trial) else (middle, most)
+
+
+def layers_back(recipe: Recipe, backend: Backend) -> Callable[[int], Recipe] | None:
+    """``recipe`` on the int8 ``backend`` with a number of its layers in float; ``None`` if the backend has no such field."""
+    if not backend.quantizes or not hasattr(backend, "float_layers"):
+        return None
+    return lambda count: dataclasses.replace(recipe, backend=dataclasses.replace(backend, float_layers=count))  # type: ignore[call-arg]
+
+
+def trained_int8(start: Trial, done: Mapping[str, Trial]) -> Generator[Recipe, None, Trial | None]:
+    """Recipes in which the network of ``start``, whose backend is lossless, is quantized in the model: as it is, and then
+    trained. Only where the runtime's own static int8 form is faster than ``start`` and misses the accuracy limit, or cannot be
+    made. Returns the trial that keeps the limit.
+    """
+    quantizer = PASSES[QUANTIZER]()
+    backend, before = start.recipe.backend, start.recipe.passes
+    if quantizer.pays_for is not None and backend.name not in quantizer.pays_for:
+        return None
+    forms = search_space.variants(backend)
+    static = next((form for form in forms if form.quantizes and "calibration" in form.needs), None)
+    if static is not None:
+        own = dataclasses.replace(start.recipe, backend=static)
+        yield own
+        known = done[own.hash]
+        if known.state not in (State.FAILED, State.SKIPPED) and (
+            not misses(known) or (known.speedup is not None and speed(known) <= speed(start))
+        ):
+            return None
+    smaller = tuple(step for step in before if step.compresses and step.name != TRAINER)
+    rest = tuple(step for step in before if not step.compresses)
+    taught = tuple(step for step in before if step.name == TRAINER)
+    for passes in (
+        (*smaller, *taught, quantizer, *rest),
+        *((*smaller, quantizer, _training(updates), *rest) for updates in UPDATES),
+    ):
+        recipe = dataclasses.replace(start.recipe, passes=passes)
+        yield recipe
+        trial = done[recipe.hash]
+        if trial.state is State.COMPLETE and not misses(trial):
+            return trial
+        if trial.state in (State.FAILED, State.SKIPPED) or (trial.speedup is not None and speed(trial) <= speed(start)):
+            return None
+    return None
+
+
+def _training(updates: int) -> Pass:
+    return dataclasses.replace(PASSES[TRAINER](), updates=updates)  # type: ignore[call-arg]

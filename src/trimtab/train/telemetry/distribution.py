@@ -1,0 +1,51 @@
+"""Median, spread and p95 of the times and losses of updates; memory in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trimtab.measure.memory import rss_mb
+from trimtab.measure.stats import percentile
+
+
+class Distribution(NamedTuple):
+    """What samples are like. A value that the number of samples cannot give is ``None``: p95 takes 59 of them."""
+
+    median: float | None
+    spread: float | None
+    p95: float | None
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Distribution:
+        """Of ``samples``, those left out that are not finite."""
+        found = np.asarray(samples, np.float64)
+        finite = found[np.isfinite(found)]
+        spread = float(finite.std(ddof=1)) if len(finite) > 1 else None
+        return cls(float(np.median(finite)) if len(finite) else None, spread, percentile(finite.tolist(), 0.95))
+
+
+def of_updates(seconds: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:
+    """The fields of :class:`~trimtab.train.telemetry.events.Progressed` for the times and losses of updates."""
+    times, loss = Distribution.of([1e3 * each for each in seconds]), Distribution.of(losses)
+    return {
+        "median_ms": times.median,
+        "spread_ms": times.spread,
+        "p95_ms": times.p95,
+        "loss_spread": loss.spread,
+        "loss_p95": loss.p95,
+    }
+
+
+def memory(device: torch.device) -> dict[str, float | None]:
+    """Memory now: resident in the process, and allocated and reserved by torch on a GPU, in MB (10**6 bytes)."""
+    on_gpu: dict[str, Any] = {"allocated_mb": None, "reserved_mb": None}
+    if device.type == "cuda":
+        on_gpu = {
+            "allocated_mb": torch.cuda.memory_allocated(device) / 1e6,
+            "reserved_mb": torch.cuda.memory_reserved(device) / 1e6,
+        }
+    return {"resident_mb": rss_mb(), **on_gpu}
