@@ -68,7 +68,7 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
     for name in ("rewrites", "knobs"):
         monkeypatch.setattr(search_space, name, list)
     asked: dict[str, Any] = {"limits": Limits(max_drop=0.2), "compress": "prune", "timing_seconds": 0.4, "out": "run"}
-    cut = trimtab.optimize("halves.py", trials=5, train_budget=0.2, **asked)
+    cut = trimtab.optimize("halves.py", trials=9, train_budget=0.2, **asked)
     (stopped,) = cut.study.trainings.all
     assert stopped.state is State.STOPPED
     assert "at its limit of 0 s. Give more with --train-budget" in str(stopped.reason)

@@ -120,8 +120,7 @@ def _pipeline(
         return State.SKIPPED, reason
 
     candidate = apply_passes(recipe, subject.candidate)
-    if recipe.compresses:
-        figures["network"] = described(candidate.model, subject.model)
+    figures["network"] = described(candidate.model, subject.model) if recipe.compresses else None
     executable, figures["cold_s"] = start(recipe, candidate)
     notes = (*candidate.notes, *_notes(executable, full))
     figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": notes}
