@@ -1,6 +1,7 @@
 """Passes that make smaller networks, and the one that trains them."""
 
 import dataclasses
+import errno
 import pathlib
 import signal
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab._internal.files import out_of_space
 from trimtab.core.candidate import Candidate
 from trimtab.core.training_examples import TrainingExamples
-from trimtab.errors import CompileError, UsageError
+from trimtab.errors import CompileError, StorageError, UsageError
 from trimtab.passes.common.structure import kept
 from trimtab.passes.drop_layers import DropLayers
 from trimtab.passes.low_rank import LowRank
@@ -24,6 +26,7 @@ from trimtab.passes.recover import FOLDER, Recover
 from trimtab.passes.sparsify import Sparsify
 from trimtab.passes.student import Student
 from trimtab.testing.models import convnet, encoder, recurrent
+from trimtab.train.checkpoint import checkpoints
 
 pytest.importorskip("torch_pruning")
 
@@ -311,6 +314,24 @@ def test_recover_says_what_it_needs(learnt) -> None:
     assert "needs labels" in str(Recover(loss="task").blocked(unlabelled))
     with pytest.raises(UsageError, match="updates is 0"):
         Recover(updates=0)
+
+
+def test_labels_of_another_kind_and_a_full_disk_are_sentences(learnt, tmp_path, monkeypatch) -> None:
+    batches = tuple((inputs, torch.rand(64, 3)) for inputs, _ in learnt.training.batches)
+    other = dataclasses.replace(learnt, training=dataclasses.replace(learnt.training, batches=batches))
+    with pytest.raises(CompileError, match="does not take the model's outputs with the labels of its data: .* without labels"):
+        Recover(updates=5).apply(other)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(StorageError, match="No space left on device. No checkpoint is there yet. Make room") as raised:
+        Recover(updates=40).apply(dataclasses.replace(learnt, scratch=tmp_path))
+    assert out_of_space(raised.value), "the study ends, and the same command goes on"
+    monkeypatch.undo()
+    Recover(updates=40).apply(dataclasses.replace(learnt, scratch=tmp_path))
+    assert [path.suffix for path in (tmp_path / FOLDER).iterdir()] == [".safetensors"]
 
 
 def test_a_training_that_lowers_no_loss_is_refused(learnt) -> None:

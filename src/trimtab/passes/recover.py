@@ -26,7 +26,7 @@ from trimtab.passes.common.structure import difference, keep_zeros
 from trimtab.passes.common.trained_weights import FOLDER, Curve, Place
 from trimtab.tensors.weights import raw
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.loss.adapter import LossAdapter
+from trimtab.train.loss.adapter import LossAdapter, call
 from trimtab.train.loss.distillation import Distillation
 from trimtab.train.optim.schedules import one_cycle
 from trimtab.train.runtime.world import World
@@ -153,6 +153,8 @@ class Recover(Pass):
         attention = any(isinstance(part, (nn.LayerNorm, nn.MultiheadAttention, nn.RMSNorm)) for part in teacher.modules())
         rate, size = (RATE_ATTENTION, BATCH_ATTENTION) if attention else (RATE, BATCH)
         labelled = _labelled(training)
+        if labelled:
+            _check_labels(teacher, training)
         loss = self._loss(copy.deepcopy(teacher), training)
         train, held_out = (_Batches(part, size, labelled) for part in (training.batches, training.held_out))
         _unfreeze(model)
@@ -243,6 +245,25 @@ def _labelled(training: TrainingExamples) -> bool:
     if training.loss is None or any(target is None for _, target in training.batches):
         return False
     return not LossAdapter(training.loss).calls_model
+
+
+def _check_labels(teacher: nn.Module, training: TrainingExamples) -> None:
+    """Call the user's loss once, on outputs of the original.
+
+    Raises:
+        CompileError: it does not take these labels.
+    """
+    assert training.loss is not None
+    inputs, target = training.batches[0]
+    try:
+        with torch.no_grad():
+            training.loss(call(teacher, inputs), target)
+    except _ERRORS as error:
+        why = " ".join(str(error).split())[:300].rstrip(".")
+        raise CompileError(
+            f"The loss of the training does not take the model's outputs with the labels of its data: {why}. Give labels that "
+            "loss(outputs, targets) takes, or leave loss=... out: smaller networks are trained without labels too."
+        ) from error
 
 
 def _is_classes(target: Any) -> bool:
