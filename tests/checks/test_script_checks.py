@@ -268,7 +268,7 @@ NEAR: dict[str, dict[str, ProbeRecord]] = {
         "once": with_lines(*(dataclasses.replace(each, runs=1.0) for each in PAIRS)),
     },
     "accumulation_sync": {"fsdp": ranks(kind="fsdp", reductions=4.0)},
-    "uneven_ranks": {"unknown": ranks(skew_ms=None)},
+    "uneven_ranks": {"unknown": ranks(skew_ms=None), "busy": changed(ranks(skew_ms=20.0), others_share=0.5)},
     "ddp_flags": {"needed": ranks(find_unused=True, unused_found=True)},
     "recompiles": {"breaks": compiled(graph_breaks=2)},
     "graph_breaks": {"compiled again": compiled(recompiles=2)},
@@ -342,6 +342,17 @@ def test_remedies_are_those_that_the_evidence_asks_for() -> None:
     unused = found(FAULTS["gradients_for_nothing"]["inference"], "gradients_for_nothing")
     assert unused.edit.replacement == "    with torch.no_grad():\n        loss = criterion(model(x), y)"
     assert found(FAULTS["memory_growth"]["a leak"], "memory_growth").level == "error"
+
+
+def test_a_dear_example_comes_before_workers_that_would_only_share_it_out() -> None:
+    loader = dataclasses.replace(LOADER, workers=0, wait_ms=90.0, read_ms=90.0)
+    dear = changed(READS, loaders=(loader,), phases={"data": 90.0, "forward": 4.0, "backward": 6.0, "other": 0.0}, cores=2)
+    for rule, case in {
+        "slow_example": with_lines(dataclasses.replace(LOOP[0], share=0.85), record=dear),
+        "small_files": changed(dear, loaders=(dataclasses.replace(loader, opens=1.0),)),
+    }.items():
+        assert [finding.rule for finding in run_checks(case, MACHINE)[0]] == [rule, "workers_few"]
+    assert found(FAULTS["precision"]["float32"], "precision").share is None, "no evidence tells what it would save"
 
 
 def test_what_a_machine_cannot_do_is_not_advised() -> None:

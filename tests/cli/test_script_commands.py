@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import re
+import subprocess
 import sys
 from typing import Any
 
@@ -43,7 +45,7 @@ def test_run_passes_arguments_after_dashes(folder: pathlib.Path, monkeypatch: py
     monkeypatch.setattr(script_run, "late", lambda name: Running)
     done = CliRunner().invoke(app, ["run", "--anyway", "train.py", "--", "--epochs", "1"])
     assert done.exit_code == 0, done.output
-    assert seen == {"argv": (sys.executable, "train.py", "--epochs", "1"), "path": None, "anyway": True}
+    assert seen == {"argv": (sys.executable, "train.py", "--epochs", "1"), "path": None, "anyway": True, "watch_s": None}
 
 
 def test_tune_takes_workloads_of_training(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,4 +61,26 @@ def test_tune_takes_workloads_of_training(folder: pathlib.Path, monkeypatch: pyt
     done = CliRunner().invoke(app, ["tune", "train.py:training", "--budget", "30s"])
     assert done.exit_code == 0, done.output
     assert seen == {"workload": "train.py:training", "budget": 30.0, "out": None, "fresh": False}
-    assert CliRunner().invoke(app, ["tune", "train.py", "--fresh"]).exit_code != 0
+
+
+SHIFTING = """
+import time, torch
+
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(160):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    time.sleep(0.002 if step < 70 else 0.02)
+print("end")
+"""
+
+
+def test_run_watches_a_long_training_and_tells_when_it_shifts(folder: pathlib.Path) -> None:
+    (folder / "train.py").write_text(SHIFTING, encoding="utf-8")
+    words = [sys.executable, "-m", "trimtab", "run", "--watch", "--every", "0.01s", "train.py"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "end\n"
+    first, *told = done.stderr.splitlines()
+    assert "there is no" in first
+    assert re.search(r"^trimtab: the split of a step has shifted by step \d+: .* takes \d+%, before \d+%", told[-1])

@@ -96,6 +96,23 @@ def test_a_spent_budget_says_what_was_not_measured(parts: Parts, command: Comman
     assert "give a larger --budget" in (found.patch.reason or "")
 
 
+def test_time_kept_for_the_confirmation_goes_to_what_was_not_measured_if_nothing_pays(
+    parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Outcome(settings=FUSED, failed=diagnosis.counterfactuals.OUT_OF_TIME)
+    dear = dataclasses.replace(GAINS["workers"], gain=Interval(0.9, 0.8, 0.95))
+    given = [[*{**GAINS, "workers": dear, "fused": late}.values()], [GAINS["fused"]]]
+
+    def measure(command: Command, seen: Any, settings: Sequence[ScriptSettings], **options: Any) -> list[Outcome]:
+        parts.asked.append(list(settings))
+        return given.pop(0)
+
+    monkeypatch.setattr(diagnosis.counterfactuals, "measure", measure)
+    found = {one.rule: one for one in diagnosis.diagnose(command).findings}
+    assert parts.asked[1] == [FUSED]
+    assert found["optimizer_loop"].gain == GAINS["fused"].gain
+
+
 def test_what_noise_hid_is_measured_once_more(parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = dataclasses.replace(GAINS["workers"], gain=Interval(1.6, 0.4, 9.0), losses="not compared")
     monkeypatch.setitem(GAINS, "workers", noisy)

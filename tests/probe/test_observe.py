@@ -96,6 +96,14 @@ def test_memory_that_grows_is_traced_to_its_line(watch: Watch) -> None:
     assert memory.rises > 0.9
     assert memory.grows_at == line("train.py", "history.append")
     assert memory.page_faults > 0
+    assert line("train.py", "history.append") in dict(memory.lines)
+    assert all(0 < ms < watch("train.py").step_ms and memory.at_start_mb < mb < 2 * memory.peak_mb for ms, mb in memory.curve)
+
+
+def test_operators_are_known_by_the_line_that_calls_them(watch: Watch) -> None:
+    products = {operator.name: operator for operator in watch("train.py").operators}
+    assert (products["aten::addmm"].site, products["aten::addmm"].site_calls) == (line("train.py", "loss_of(model"), 1.0)
+    assert products["aten::convolution_backward"].site is None
 
 
 def test_gradients_that_an_evaluation_records_are_unused(watch: Watch) -> None:
@@ -143,6 +151,9 @@ def test_one_rank_of_a_launcher_reports(tmp_path: pathlib.Path, monkeypatch: pyt
     assert record.anchor_site == line("ranks.py", "torch.optim.SGD")
     assert record.distributed is not None
     assert (record.distributed.ranks, record.distributed.rank, record.distributed.kind) == (2, 0, "ddp")
+    assert record.distributed.reductions == 1.0
+    assert record.distributed.skew_ms is not None
+    assert record.distributed.skew_ms > 0
 
 
 def test_a_script_that_ends_early_was_seen_to_its_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,34 @@ def listed(found: Iterable[LineRecord], most: int = 3) -> str:
     return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
 
 
+def slow_between(
+    check: Check,
+    record: ProbeRecord,
+    slow: list[LineRecord],
+    message: str,
+    *,
+    least: float,
+    category: Literal["data", "step", "run"],
+    advice: str,
+) -> list[Finding]:
+    """The finding that the lines ``slow``, the slowest first, take at least the share ``least`` of a step. In ``message``,
+    ``{taken}`` stands for that share and ``{listed}`` for the lines."""
+    taken = sum(line.share for line in slow)
+    if not slow or taken < least:
+        return []
+    return [
+        note(
+            check,
+            message.format(taken=f"{taken:.0%}", listed=listed(slow)),
+            evidence={"lines_share": taken, "first_share": slow[0].share},
+            where=slow[0].site,
+            category=category,
+            edit=edit(record, slow[0].site, advice),
+            share=taken,
+        )
+    ]
+
+
 def batch_size(record: ProbeRecord) -> int | None:
     """Examples of a batch: what the loader that handed out most batches was given, else the first size of a module's inputs."""
     known = [(loader.batches, loader.batch_size) for loader in record.loaders if loader.batches and loader.batch_size]

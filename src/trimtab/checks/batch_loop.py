@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from trimtab.checks._script import batch_size, edit, lines, note, part, per_example
 from trimtab.core.check import Check
-from trimtab.core.evidence import Phase, ProbeRecord
+from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
-
-PHASES: tuple[Phase, ...] = ("forward", "other", "copy", "synchronization")
 
 
 def near(a: str, b: str, most: int = 10) -> bool:
@@ -51,7 +49,11 @@ class BatchLoop(Check):
                 evidence = {"calls_per_step": module.calls, "batch_size": size}
                 return [note(self, message, evidence=evidence, category="step", share=taken)]
         calls = {each.site: each for each in subject.operators if per_example(each.site_calls, size)}
-        told = [line for line in lines(subject, *PHASES) if line.site in calls or per_example(line.runs, size)]
+        told = [
+            line
+            for line in lines(subject, "forward", "other", "copy", "synchronization")
+            if line.site in calls or per_example(line.runs, size)
+        ]
         if not told:
             return []
         line = told[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import BATCHES, does, edit, lines, listed, note
+from trimtab.checks._script import BATCHES, does, lines, slow_between
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -32,23 +32,13 @@ class DataByHand(Check):
         if any(loader.batches for loader in subject.loaders):
             return []
         slow = [line for line in lines(subject, "other", "data", "copy", least=self.line) if does(line, BATCHES)]
-        taken = sum(line.share for line in slow)
-        if taken < self.least:
-            return []
-        message = (
-            f"{taken:.0%} of a step makes its batch by hand: {listed(slow)}. Make the tensors once, and index them with the "
-            "places of a batch, or let the workers of a DataLoader make it."
+        return slow_between(
+            self,
+            subject,
+            slow,
+            "{taken} of a step makes its batch by hand: {listed}. Make the tensors once, and index them with the places of a "
+            "batch, or let the workers of a DataLoader make it.",
+            least=self.least,
+            category="data",
+            advice="Make the tensors once before the loop, and index them with the places of a batch.",
         )
-        return [
-            note(
-                self,
-                message,
-                evidence={"lines_share": taken, "first_share": slow[0].share},
-                where=slow[0].site,
-                category="data",
-                edit=edit(
-                    subject, slow[0].site, "Make the tensors once before the loop, and index them with the places of a batch."
-                ),
-                share=taken,
-            )
-        ]

@@ -13,8 +13,6 @@ from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
 
-PHASES: tuple[Phase, ...] = typing.get_args(Phase)
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationShare(Check):
@@ -38,7 +36,7 @@ class EvaluationShare(Check):
             return []
         told = [
             line
-            for line in lines(subject, *PHASES)
+            for line in lines(subject, *typing.get_args(Phase))
             if "eval" in line.function or "valid" in line.function or "test" in line.function
         ]
         where = told[0].site if told else None

@@ -68,7 +68,6 @@ class Layout(Check):
             evidence={"convolutions": module.convolutions, "in_channels_last": module.channels_last, "model_share": time},
             category="step",
             settings=ScriptSettings(channels_last=True),
-            share=time,
         )
 
     def lost(self, record: ProbeRecord, module: ModuleRecord, copying: list[OperatorRecord], copied: float) -> Finding:

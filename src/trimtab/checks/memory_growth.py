@@ -28,13 +28,17 @@ class MemoryGrowth(Check):
     """Lower bound of the growth per step in MB (10**6 bytes), from which on it is reported."""
     rises: float = 0.8
     """Share of the steps that must add to it."""
+    rises_held: float = 0.5
+    """The same where the line is known that keeps an object of every step, for memory that is asked for in large pieces."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """The slope of the memory over the steps, if nearly every step adds to it. Compiled code is left out."""
         memory = subject.memory
-        if memory is None or memory.growth_low_mb < self.least_mb or memory.rises < self.rises:
+        if memory is None or memory.growth_low_mb < self.least_mb:
             return []
         where = memory.grows_at
+        if memory.rises < (self.rises if where is None else self.rises_held):
+            return []
         if where is None and any(each.recompiles for each in subject.recompiles):
             return []
         at = f", kept by {where}" if where else ""

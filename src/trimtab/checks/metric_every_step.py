@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import METRICS, does, edit, lines, listed, note
+from trimtab.checks._script import METRICS, does, lines, slow_between
 from trimtab.core.check import Check
-from trimtab.core.evidence import Phase, ProbeRecord
+from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
-
-PHASES: tuple[Phase, ...] = ("other", "synchronization", "copy", "logging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +30,17 @@ class MetricEveryStep(Check):
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Lines between the passes whose text or function names a metric."""
-        slow = [line for line in lines(subject, *PHASES, least=self.line) if does(line, METRICS)]
-        taken = sum(line.share for line in slow)
-        if taken < self.least:
-            return []
-        message = (
-            f"A metric takes {taken:.0%} of every step: {listed(slow)}. Compute it every n-th step, or once at the end of "
-            "the epoch."
-        )
-        return [
-            note(
-                self,
-                message,
-                evidence={"lines_share": taken, "first_share": slow[0].share},
-                where=slow[0].site,
-                category="step",
-                edit=edit(subject, slow[0].site, "Compute it every n-th step: `if step % 50 == 0:`."),
-                share=taken,
-            )
+        slow = [
+            line
+            for line in lines(subject, "other", "synchronization", "copy", "logging", least=self.line)
+            if does(line, METRICS)
         ]
+        return slow_between(
+            self,
+            subject,
+            slow,
+            "A metric takes {taken} of every step: {listed}. Compute it every n-th step, or once at the end of the epoch.",
+            least=self.least,
+            category="step",
+            advice="Compute it every n-th step: `if step % 50 == 0:`.",
+        )

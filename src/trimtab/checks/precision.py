@@ -60,6 +60,5 @@ class Precision(Check):
                 evidence={"matrix_products": module.matrix_products, "model_share": time},
                 category="precision",
                 settings=ScriptSettings(autocast="bfloat16"),
-                share=time,
             )
         ]

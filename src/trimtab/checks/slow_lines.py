@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import BATCHES, LOGGING, LOSSES, METRICS, does, edit, lines, listed, note, on_gpu
+from trimtab.checks._script import BATCHES, LOGGING, LOSSES, METRICS, does, lines, on_gpu, slow_between
 from trimtab.checks.batch_loop import BatchLoop, near
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
@@ -41,21 +41,13 @@ class SlowLines(Check):
         slow = [line for line in slow if not any(near(line.site, where) for where in loops if where)]
         if on_gpu(subject):
             slow = [line for line in slow if line.phase == "other"]
-        taken = sum(line.share for line in slow)
-        if taken < self.least:
-            return []
-        message = (
-            f"{taken:.0%} of a step goes to lines between the passes: {listed(slow)}. Compute them more rarely, or with "
-            "operators over the whole batch."
+        return slow_between(
+            self,
+            subject,
+            slow,
+            "{taken} of a step goes to lines between the passes: {listed}. Compute them more rarely, or with operators over "
+            "the whole batch.",
+            least=self.least,
+            category="step",
+            advice="Compute it more rarely, or with operators over the whole batch.",
         )
-        return [
-            note(
-                self,
-                message,
-                evidence={"lines_share": taken, "first_share": slow[0].share},
-                where=slow[0].site,
-                category="step",
-                edit=edit(subject, slow[0].site, "Compute it more rarely, or with operators over the whole batch."),
-                share=taken,
-            )
-        ]

@@ -60,6 +60,6 @@ class Threads(Check):
                 category="step",
                 settings=ScriptSettings(threads=fitting),
                 edit=edit(subject, where, f"Give torch {counted(fitting, 'thread')} here.", **change),
-                share=time,
+                share=time if many else time * (1 - subject.cpu_share),
             )
         ]

@@ -25,13 +25,15 @@ class UnevenRanks(Check):
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""
+    busy: float = 0.2
+    """Share of the CPU time that other processes may use: they delay one rank or another."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """How much later than the first the last rank comes to a reduction."""
         ranks = subject.distributed
         late = 0.0 if ranks is None or ranks.skew_ms is None else ranks.skew_ms
         taken = part(subject, late)
-        if ranks is None or taken < self.least:
+        if ranks is None or taken < self.least or subject.others_share > self.busy:
             return []
         message = (
             f"The last of {ranks.ranks} ranks comes {late:.1f} ms after the first to a reduction, {taken:.0%} of a step. "

@@ -48,6 +48,7 @@ class WorkersFew(Check):
                 f"{reads:.1f} ms to read a batch. Give it num_workers={workers} and persistent_workers=True.{draws}"
             )
             keywords = {"num_workers": str(workers), "persistent_workers": "True"}
+            hides = self.hides(subject, loader, reads, workers)
             found.append(
                 note(
                     self,
@@ -58,10 +59,19 @@ class WorkersFew(Check):
                     settings=ScriptSettings(loaders={loader.site: LoaderSettings(workers=workers, persistent=True)}),
                     edit=edit(subject, loader.site, f"Give the loader num_workers={workers}.", DataLoader=keywords),
                     ceiling=ScriptSettings(without="data"),
-                    share=waits,
+                    share=waits * hides,
                 )
             )
         return found
+
+    @classmethod
+    def hides(cls, record: ProbeRecord, loader: LoaderRecord, reads: float, workers: int) -> float:
+        """The share of the wait for ``loader``, 0 to 1, that ``workers`` can at most hide: a batch still takes as long as the
+        rest of a step, as its share of reading, and as the CPU time of both on all cores. Where reading is most of a step, a
+        check that makes it cheaper therefore comes before more workers."""
+        rest, wait = cls.rest_ms(record, loader), max(loader.wait_ms, 1e-3)
+        together = max(rest, reads / workers, record.cpu_share * (rest + wait))
+        return min(1.0, max(0.0, rest + wait - together) / wait)
 
     @staticmethod
     def rest_ms(record: ProbeRecord, loader: LoaderRecord) -> float:

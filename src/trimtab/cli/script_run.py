@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trimtab._internal.files import typed
+from trimtab._internal.units import seconds
 from trimtab.cli._lazy import late
 from trimtab.cli._script import Module, Words, command_of
 
@@ -22,6 +23,10 @@ def run_command(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Apply the settings although script, machine or torch have changed.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Measure the split of a step now and then, and tell when it shifts.")
+    ] = False,
+    every: Annotated[str, typer.Option("--every", metavar="TIME", help="How often --watch measures.")] = "1m",
 ) -> int:
     """Run an unmodified script with the settings that `trimtab tune` found.
 
@@ -31,7 +36,9 @@ def run_command(
     \b
     Examples:
       trimtab run train.py -- --epochs 10
+      trimtab run --watch train.py -- --epochs 100
       trimtab run -- torchrun --nproc_per_node 2 train.py
     """
-    late("probe.running").run(command_of(script or [], module), path=config, anyway=anyway)
+    watch_s = seconds(every, "--every") if watch else None
+    late("probe.running").run(command_of(script or [], module), path=config, anyway=anyway, watch_s=watch_s)
     return 0

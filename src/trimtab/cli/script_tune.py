@@ -29,13 +29,14 @@ def tune_command(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a trimtab.toml that is there.")] = False,
     in_place: Annotated[bool, typer.Option("--in-place", help="Let the script write where it writes.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin the study of a workload anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what earlier runs measured.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     """Find the settings that make a script faster with its losses unchanged.
 
-    They are written to trimtab.toml, which `trimtab run` applies. FILE.py:NAME names a
-    Workload(mode="train") instead of a script.
+    They are written to trimtab.toml, which `trimtab run` applies. What is measured is stored in
+    runs/NAME-tune, and the same command goes on from there. FILE.py:NAME names a Workload(mode="train")
+    instead of a script.
 
     \b
     Examples:
@@ -52,13 +53,17 @@ def tune_command(
         tuned = late("api.tune").tune(words[0], budget=limit_s, out=out, fresh=fresh)
         typer.echo(dumps(tuned) if json else tuned)
         return 0
-    if fresh:
-        raise UsageError("--fresh is for workloads; a script's trimtab.toml is replaced with --overwrite.")
     command = command_of(words, module)
     tuning = late("probe.tuning")
     limit_s = tuning.BUDGET_S if limit_s is None else limit_s
     found = tuning.tune_script(
-        command, budget_s=limit_s, path=out, overwrite=overwrite, in_place=in_place, on_progress=lines(limit_s)
+        command,
+        budget_s=limit_s,
+        path=out,
+        fresh=fresh,
+        overwrite=overwrite,
+        in_place=in_place,
+        on_progress=lines(limit_s),
     )
     typer.echo(dumps(found) if json else found)
     return 0

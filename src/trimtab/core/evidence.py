@@ -11,20 +11,20 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 Phase = Literal[
-    "data",
-    "copy",
     "forward",
     "backward",
     "optimizer",
     "zero_grad",
+    "data",
+    "copy",
     "synchronization",
     "communication",
     "logging",
     "saving",
     "other",
 ]
-"""Exclusive phases of a step. ``data``: waiting for the loader; ``synchronization``: ``.item()``, ``.cpu()``, ``.numpy()``,
-``.tolist()`` and printing of tensors; ``other``: the script's own lines."""
+"""Exclusive phases of a step, in the order in which they are listed. ``data``: waiting for the loader; ``synchronization``:
+``.item()``, ``.cpu()``, ``.numpy()``, ``.tolist()`` and printing of tensors; ``other``: the script's own lines."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,15 +200,15 @@ class MemoryRecord:
     growth_low_mb: float = 0.0
     """Lower bound of its 95% interval."""
     rises: float = 0.0
-    """Share of the steps after which more memory was held than before."""
+    """Share of the steps that left more memory held: at least a quarter of the mean growth."""
     page_faults: float = 0.0
     """Minor page faults per step."""
     grows_at: str | None = None
     """The line whose objects hold the growth, where it was found."""
     lines: tuple[tuple[str, float], ...] = ()
-    """Lines of the script by MB that they allocated over the steps."""
+    """Lines of the script by the MB of memory that were added while they ran, over all steps; the largest first."""
     curve: tuple[tuple[float, float], ...] = ()
-    """(ms since the begin of a step, MB) over one step."""
+    """(ms since the begin of a step, MB) over one step, a mean over the steps that were sampled."""
     reserved_mb: float | None = None
     """Reserved by torch's allocator on the GPU."""
     allocated_mb: float | None = None
@@ -227,7 +227,7 @@ class DistributedRecord:
     unused_found: bool = False
     """Whether there were parameters without a gradient."""
     skew_ms: float | None = None
-    """How much later than the first the last rank came to a reduction, median."""
+    """How much later than the first the last rank of this machine began a backward pass that reduces gradients, median."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

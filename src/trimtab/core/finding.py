@@ -35,8 +35,8 @@ class Finding:
     most: Interval | None = None
     """That speed-up."""
     share: float | None = None
-    """Share of the time of a step, 0 to 1, that the evidence lays to this, before anything is measured: findings without a
-    measured gain are sorted by it."""
+    """Share of the time of a step, 0 to 1, that the evidence shows to be lost by this, before anything is measured: findings
+    without a measured gain are sorted by it. ``None`` if only a measurement can tell, as of another precision or layout."""
     losses: Literal["equal", "within rounding", "different", "not compared"] = "not compared"
     """The losses with :attr:`settings` against those of the script as written."""
     unmeasured: str | None = None

@@ -32,14 +32,19 @@ Json = Mapping[str, Any]
 PROBE = PHASES.index("probe")
 NS = 1e-6
 """ms of a nanosecond."""
-MOST_LINES, MOST_SPANS = 40, 400
+MOST_LINES, MOST_SPANS, MOST_MEMORY_LINES = 40, 400, 10
+CURVE = 40
+"""Points of the memory over a step."""
+RISE = 0.25
+"""Share of the mean growth from which on a step adds to the memory: less is what the probe keeps of a step, and a mean that a
+few steps make, as an allocator that settles, is no growth with every step."""
 
 
 class Unit:
     """What happened between two events of the anchor."""
 
     def __init__(self, before: Sequence[Any], after: Sequence[Any]) -> None:
-        self.start, self.end = int(before[0]), int(after[0])
+        self.start, self.end, self.held_mb = int(before[0]), int(after[0]), before[3] / 1e6
         self.phases = [(b - a) * NS for a, b in zip(before[1], after[1], strict=True)]
         self.probe_ms = self.phases[PROBE]
         self.ms = (self.end - self.start) * NS - self.probe_ms
@@ -91,12 +96,12 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         modules=_modules(log, totals, windows, n, len(evaluating)),
         calls=tuple(CallRecord(name=name, site=where, calls=0.0, ms=0.0) for name, where in log["called"].items())
         + _calls(totals, mixed, n, len(every)),
-        operators=tuple(OperatorRecord(**found) for found in log["operators"].get("operators", ())),
+        operators=_operators(log),
         operator_calls=log["operators"].get("calls", 0.0),
         small_operators=log["operators"].get("small", 0.0),
         recompiles=_recompiles(log),
-        memory=_memory(log, marks, clean),
-        distributed=DistributedRecord(**log["distributed"]) if log["distributed"] else None,
+        memory=_memory(log, marks, clean, windows),
+        distributed=_distributed(log, totals, n),
         timeline=_timeline(log["spans"], clean, median),
         threads=log["threads"],
         cores=log["cores"],
@@ -123,6 +128,10 @@ class _Windows:
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = sorted(units, key=lambda u: u.start)
         self._ends = [u.end for u in self.units]
+
+    def at(self, ns: float) -> Unit | None:
+        """The unit that ``ns`` is within."""
+        return self.units[bisect.bisect_right(self._ends, ns)] if self.holds(ns) else None
 
     def holds(self, ns: float, end: bool = False) -> bool:
         """Whether ``ns`` is within a unit; ``end``: its end counts and its begin does not."""
@@ -163,7 +172,7 @@ def _run(
 def _lines(samples: Sequence[Any], windows: _Windows, runs: Mapping[str, int]) -> tuple[LineRecord, ...]:
     seen: dict[tuple[str, str, int, str], int] = defaultdict(int)
     whole = 0
-    for ns, where, text, phase, function in samples:
+    for ns, where, text, phase, function, *_ in samples:
         if windows.holds(ns):
             whole += 1
             if where:
@@ -313,21 +322,63 @@ def _recompiles(log: Json) -> tuple[RecompileRecord, ...]:
     return tuple(found)
 
 
-def _memory(log: Json, marks: Sequence[Any], clean: list[Unit]) -> MemoryRecord:
+def _operators(log: Json) -> tuple[OperatorRecord, ...]:
+    """The operators of the profiler, each with the line that calls it most, by its name and the shape of its first tensor."""
+    found = []
+    for facts in log["operators"].get("operators", ()):
+        lines = [
+            (n, where)
+            for name, shape, where, n in log["sites"]
+            if facts["name"] == name and facts["shapes"][1:].startswith(shape)
+        ]
+        calls, where = max(lines, default=(0, None))
+        found.append(OperatorRecord(**facts, site=where, site_calls=float(calls)))
+    return tuple(found)
+
+
+def _distributed(log: Json, totals: Totals, n: int) -> DistributedRecord | None:
+    if not log["distributed"]:
+        return None
+    ranks = [times for times in log["arrivals"] if times]
+    late = [max(times) - min(times) for times in zip(*ranks, strict=False)] if len(ranks) > 1 else []
+    skew = statistics.median(late[int(log["warm_up"]) :] or late) * NS if late else None
+    return DistributedRecord(**log["distributed"], reductions=_of(totals, "reduce")[0] / n, skew_ms=skew)
+
+
+def _memory_over_steps(samples: Sequence[Any], windows: _Windows) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
+    """The curve of the memory over a step, and lines by the MB that they added. Both start from the memory at the begin of each
+    step, so that growth from step to step is not in the curve."""
+    points: dict[int, list[float]] = defaultdict(list)
+    added: dict[str, float] = defaultdict(float)
+    for ns, where, _, _, _, held, grown in samples:
+        unit = windows.at(ns)
+        if unit is not None:
+            points[int(CURVE * (ns - unit.start) / max(unit.end - unit.start, 1))].append(held / 1e6 - unit.held_mb)
+            added[where] += max(grown, 0) / 1e6
+    step_ms, base = _mean([u.ms for u in windows.units]), _mean([u.held_mb for u in windows.units])
+    curve = [((place + 0.5) / CURVE * step_ms, base + _mean(points[place])) for place in sorted(points)]
+    most = sorted(added.items(), key=lambda item: -item[1])[:MOST_MEMORY_LINES]
+    return curve, [(where, mb) for where, mb in most if where and mb > 0]
+
+
+def _memory(log: Json, marks: Sequence[Any], clean: list[Unit], windows: _Windows) -> MemoryRecord:
     growths = [u.grown_mb for u in clean]
     slope = _mean(growths)
     low = slope
     if len(growths) > 2:
         low = slope - t_quantile(0.975, len(growths) - 1) * statistics.stdev(growths) / math.sqrt(len(growths))
     resident = [mark[3] / 1e6 for mark in marks]
+    curve, lines = _memory_over_steps(log["samples"], windows)
     return MemoryRecord(
         peak_mb=max(resident),
         at_start_mb=resident[0],
         growth_mb=slope,
         growth_low_mb=low,
-        rises=_mean([float(grown > 0) for grown in growths]),
+        rises=_mean([float(grown > max(RISE * slope, 0.0)) for grown in growths]),
         page_faults=_mean([float(u.faults) for u in clean]),
         grows_at=log["growth"].get("site") or None,
+        lines=tuple(lines),
+        curve=tuple(curve),
     )
 
 

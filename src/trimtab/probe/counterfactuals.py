@@ -66,14 +66,18 @@ def measure(
     seconds: float,
     in_place: bool = False,
     on_progress: OnProgress = None,
+    on_outcome: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Measure each of ``settings`` against the script as written, within about ``seconds``.
+    """Measure each of ``settings`` against the script as written, within about ``seconds``. ``on_outcome`` is told each outcome
+    as soon as it is known, and again when its losses were compared.
 
     Settings that can be switched between two steps are timed in turns in one process, which starts once. Settings that are
     chosen when objects are made get a process of their own. Losses are compared for those that may be faster, the fastest
     first. Settings with which the script crashes are ``failed`` with its last exception; the others go on.
     """
-    return _Measuring(command, record, seconds, in_place, on_progress).run(settings)
+    measuring = _Measuring(command, record, seconds, in_place, on_progress)
+    measuring.keep = on_outcome or measuring.keep
+    return measuring.run(settings)
 
 
 def confirm(
@@ -92,6 +96,7 @@ class _Measuring:
         self.command, self.record, self.in_place = command, record, in_place
         self.begun, self.seconds = time.monotonic(), seconds
         self.told = on_progress or (lambda words: None)
+        self.keep: Callable[[Outcome], None] = lambda outcome: None
         self.losses = LossRuns(command, record, in_place=in_place)
         found = others()
         self.busy = found if found is not None and found.busy else None
@@ -115,10 +120,12 @@ class _Measuring:
             self.told(f"in fresh processes: {described(settings[i])}")
             seconds = self._seconds_for(len(fresh) - place, 2 * (len(fresh) - place))
             found[i] = self.in_fresh(settings[i], seconds) if self._time_for(seconds) else _failed(settings[i], OUT_OF_TIME)
+            self.keep(found[i])
         for i in sorted(found, key=lambda i: -_promise(found[i])):
             if _promise(found[i]) > 1.0 and settings[i].without is None and self.left > self.losses.run_s:
                 self.told(f"comparing the losses: {described(settings[i])}")
                 found[i] = self.with_losses(found[i])
+                self.keep(found[i])
         return [found[i] for i in range(len(settings))]
 
     def _seconds_for(self, comparisons: int, starts: int) -> float:
@@ -156,11 +163,13 @@ class _Measuring:
                         self.told(described(settings[i]))
                         seconds = self._seconds_for(len(waiting) + fresh, 2 * fresh)
                         found[i] = self._switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
+                        self.keep(found[i])
                         waiting.pop(0)
                     with contextlib.suppress(ScriptFailed, ScriptEnded, MeasurementError):  # what is known stands
                         self._refine(script, found, fresh)
             except ScriptFailed as error:
                 found[waiting[0]] = _failed(settings[waiting[0]], str(error))
+                self.keep(found[waiting[0]])
                 waiting.pop(0)
             except ScriptEnded:
                 if waiting[0] == first and tries[first] >= TRIES:
@@ -182,6 +191,7 @@ class _Measuring:
             before = found[i].gain
             if again.gain is not None and before is not None and again.gain.width < before.width:
                 found[i] = again
+                self.keep(again)
 
     def _switched(self, script: ServedScript, settings: ScriptSettings, seconds: float) -> Outcome:
         if self.busy is not None and settings.threads is not None:

@@ -64,7 +64,8 @@ def diagnose(
     # where the budget allows one comparison only, it is that of single remedies
     outcomes = asked.single(found, screening if screening >= STARTS * record.start_s else left)
     late = [one.settings for one in outcomes if one.failed == counterfactuals.OUT_OF_TIME]
-    if late and not any(one.gain is not None and one.gain.low > 1 for one in outcomes):
+    pays = [one for one in outcomes if one.gain is not None and one.gain.low > 1 and one.settings.without is None]
+    if late and not pays:
         # nothing is there to be confirmed together, so the time kept for that goes to what was not measured
         rest = [finding for finding in found if finding.settings in late]
         outcomes = [*asked.single(rest, seconds - (time.monotonic() - began)), *outcomes]

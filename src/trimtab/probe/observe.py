@@ -77,6 +77,7 @@ def observe(
             raise _nothing(command, process, code, seconds, guarded)
         log["reading"] = _reading(process.out)
         log["opens"] = _opens(process.out)
+        log["arrivals"] = [log["arrivals"], *(found["ns"] for found in _read(process.out, "arrivals-*.json"))]
         written = process.written()
         listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_known(path, written))])
         notes = [*process.notes(), *_guard_notes(guarded)]

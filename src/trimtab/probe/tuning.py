@@ -7,8 +7,9 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 
+from trimtab._internal.text import counted
 from trimtab.core.evidence import ProbeRecord
-from trimtab.core.measurement import LEAST_GAIN
+from trimtab.core.measurement import LEAST_GAIN, Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
 from trimtab.probe import configuration
@@ -19,6 +20,7 @@ from trimtab.probe.counterfactuals import Outcome, confirm, described, measure
 from trimtab.probe.findings import run_checks
 from trimtab.probe.loss_runs import LossRuns
 from trimtab.probe.observe import observe
+from trimtab.probe.script_study import ScriptStudy
 
 BUDGET_S = 180.0
 WATCH_SHARE, CONFIRM_SHARE = 0.2, 0.3
@@ -40,6 +42,8 @@ class TunedScript:
     configuration: Configuration | None
     """What was written, or ``None`` if nothing pays."""
     path: pathlib.Path
+    folder: pathlib.Path
+    """Of the study: what was measured, from which the same command goes on."""
     seconds: float
 
     def __str__(self) -> str:
@@ -61,6 +65,8 @@ def tune_script(
     *,
     budget_s: float = BUDGET_S,
     path: pathlib.Path | None = None,
+    folder: pathlib.Path | None = None,
+    fresh: bool = False,
     overwrite: bool = False,
     in_place: bool = False,
     settings: Sequence[ScriptSettings] | None = None,
@@ -69,52 +75,56 @@ def tune_script(
     """Measure the settings that fit a script, keep those that make it surely faster with its losses equal or within rounding,
     confirm them together in fresh processes, and write ``trimtab.toml``.
 
+    Each measurement is stored in the run folder as soon as it is finished. The same call goes on from there, after an end by
+    any signal too; once all is measured it writes the same result again, if the file is gone.
+
     Args:
         budget_s: about how many seconds the whole takes.
         path: of the file; default ``trimtab.toml`` in the script's folder.
+        folder: of the study; default ``runs/NAME-tune``.
+        fresh: forget what was measured.
         settings: what to try; default :func:`to_try`.
 
     Raises:
-        UsageError: the file is there and ``overwrite`` is false.
+        UsageError: the file is there and ``overwrite`` is false, or the folder has the study of another script.
         WorkloadError: the script fails as written.
+        StorageError: the study cannot be stored.
     """
     path = command.folder / configuration.FILE if path is None else path
     configuration.refuse_existing(path, overwrite)
     told, begun = on_progress or (lambda words: None), time.monotonic()
-    told(f"watching {command.name}")
-    record = observe(command, steps=STEPS, seconds=WATCH_SHARE * budget_s, in_place=in_place)
-    if record.network:
-        told(f"each further run connects to {', '.join(record.network)}, as the script does")
-    wanted = list(to_try(record, Environment.capture()) if settings is None else settings)
-    left = budget_s - (time.monotonic() - begun) - CONFIRM_SHARE * budget_s
-    outcomes = measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told) if wanted else []
-    outcomes = sorted(outcomes, key=lambda each: -(each.gain.value if each.gain else 0.0))
-    kept, confirmed = ScriptSettings(), None
-    for choice in _choices(outcomes):
-        told(f"confirming in fresh processes: {described(choice)}")
-        seconds = max(0.5 * CONFIRM_SHARE * budget_s, budget_s - (time.monotonic() - begun))
-        confirmed = confirm(command, record, choice, seconds=seconds, in_place=in_place)
-        if confirmed.pays:
-            kept = choice
-            break
-        if time.monotonic() - begun > budget_s:
-            break
+    with ScriptStudy.opened(command, folder, fresh) as study:
+        record = study.record
+        if record is None:
+            told(f"watching {command.name}")
+            record = study.record = observe(command, steps=STEPS, seconds=WATCH_SHARE * budget_s, in_place=in_place)
+        if record.network:
+            told(f"each further run connects to {', '.join(record.network)}, as the script does")
+        wanted = list(to_try(record, Environment.capture()) if settings is None else settings)
+        known = [outcome for outcome in study.outcomes if outcome.settings in wanted]
+        if known:
+            told(f"{counted(len(known), 'setting')} of {len(wanted)} measured before, in {study.folder}")
+        wanted = [one for one in wanted if one not in [outcome.settings for outcome in known]]
+        left = budget_s - (time.monotonic() - begun) - CONFIRM_SHARE * budget_s
+        if wanted:
+            known += measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told, on_outcome=study.keep)
+        outcomes = sorted(known, key=lambda each: -(each.gain.value if each.gain else 0.0))
+        kept, confirmed = ScriptSettings(), None
+        for choice in _choices(outcomes):
+            confirmed = study.confirmed(choice)
+            if confirmed is None:
+                told(f"confirming in fresh processes: {described(choice)}")
+                seconds = max(0.5 * CONFIRM_SHARE * budget_s, budget_s - (time.monotonic() - begun))
+                confirmed = confirm(command, record, choice, seconds=seconds, in_place=in_place)
+                study.keep_confirmed(choice, confirmed)
+            if confirmed.pays:
+                kept = choice
+                break
+            if time.monotonic() - begun > budget_s:
+                break
     found = None
     if kept.changes() and confirmed is not None and confirmed.gain is not None:
-        gain = confirmed.gain
-        found = Configuration(
-            command=configuration.spoken(command),
-            files=configuration.fingerprints(command, kept),
-            settings=kept,
-            conditions=Conditions.here(),
-            evidence=Evidence(
-                speedup=(gain.value, gain.low, gain.high),
-                losses=confirmed.losses,
-                steps=LossRuns(command, record).steps,
-                step_ms=record.step_ms,
-                one_thread=confirmed.one_thread,
-            ),
-        )
+        found = _configuration(command, record, kept, confirmed, confirmed.gain)
         found.write(path, overwrite=overwrite)
     return TunedScript(
         record=record,
@@ -123,7 +133,27 @@ def tune_script(
         confirmed=confirmed,
         configuration=found,
         path=path,
+        folder=study.folder,
         seconds=time.monotonic() - begun,
+    )
+
+
+def _configuration(
+    command: Command, record: ProbeRecord, kept: ScriptSettings, confirmed: Outcome, gain: Interval
+) -> Configuration:
+    """What ``trimtab run`` reads: the settings, the conditions and the evidence."""
+    return Configuration(
+        command=configuration.spoken(command),
+        files=configuration.fingerprints(command, kept),
+        settings=kept,
+        conditions=Conditions.here(),
+        evidence=Evidence(
+            speedup=(gain.value, gain.low, gain.high),
+            losses=confirmed.losses,
+            steps=LossRuns(command, record).steps,
+            step_ms=record.step_ms,
+            one_thread=confirmed.one_thread,
+        ),
     )
 
 

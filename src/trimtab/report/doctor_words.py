@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, standing
-from trimtab.core.evidence import ProbeRecord
+from trimtab.core.evidence import Phase, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 from trimtab.report import formatting as words
 
-PHASES = (
-    "forward",
-    "backward",
-    "optimizer",
-    "zero_grad",
-    "data",
-    "copy",
-    "synchronization",
-    "communication",
-    "logging",
-    "saving",
-    "other",
-)
-"""In the order in which they are listed."""
+PHASES: tuple[str, ...] = typing.get_args(Phase)
 ANCHORS = {
     "optimizer": "one update of the parameters",
     "backward": "one backward pass",
@@ -44,6 +33,8 @@ SETTINGS: Mapping[str, str] = {
     "keep_freed": "freed memory kept in the process",
     "batch_fetch": "whole batches read at once",
 }
+LEAST_ADDED_MB = 1.0
+"""Memory that a line must have added to be told."""
 KEPT = {"persistent": "kept over epochs", "pin_memory": "pinned memory"}
 CONTAINED = {
     "overlay": "in a copy of its folder (overlay): nothing that you have is touched",
@@ -157,6 +148,9 @@ def memory(record: ProbeRecord) -> str | None:
     if found.growth_low_mb > 0:
         text += f"; grows by {words.megabytes(found.growth_mb)} per step"
         text += f" at {found.grows_at}" if found.grows_at else ""
+    if found.lines and found.lines[0][1] >= LEAST_ADDED_MB:
+        where, added = found.lines[0]
+        text += f"; most is added while {where} runs, {words.megabytes(added)} over {counted(record.steps, 'step')}"
     if found.reserved_mb is not None and found.allocated_mb is not None:
         idle = found.reserved_mb - found.allocated_mb
         text += f"; the GPU's allocator reserves {words.megabytes(idle)} more than is allocated"

@@ -24,7 +24,7 @@ from trimtab.core.trial import State, Trial
 from trimtab.errors import StorageError, TrimtabError, UsageError
 
 STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
-TRIAL = "trial"
+TRIAL, MEASURED, OF = "trial", "measured", "of"
 COMPLAINTS = (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError)
 """Exceptions of an unusable database. Optuna raises KeyError for a study that was deleted meanwhile."""
 ODD = (RuntimeError, AssertionError, LookupError, ValueError, TypeError, AttributeError)
@@ -128,6 +128,18 @@ class Storage:
         self.notes = [f"{count} left out, because this installation cannot read what was tried: {unread[0]}."] if unread else []
         last = {trial.recipe.hash: trial for trial in found}
         return [trial for trial in found if last[trial.recipe.hash] is trial]
+
+    def add_measured(self, key: str, facts: Any, value: float | None) -> None:
+        """Store under ``key`` what was measured of something that is no recipe, such as the settings of a script."""
+        state = TrialState.FAIL if value is None else TrialState.COMPLETE
+        with self.guard("written"):
+            self.study.add_trial(create_trial(state=state, value=value, user_attrs={OF: key, MEASURED: json.dumps(facts)}))
+
+    def measured(self) -> dict[str, Any]:
+        """Key -> the facts that :meth:`add_measured` stored last under it."""
+        with self.guard("read"):
+            kept = [item.user_attrs for item in self.study.get_trials(deepcopy=False) if MEASURED in item.user_attrs]
+            return {facts[OF]: json.loads(facts[MEASURED]) for facts in kept}
 
     def note(self, key: str, value: Any) -> None:
         """Store a value of the whole study under ``key``."""

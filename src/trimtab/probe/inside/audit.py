@@ -45,8 +45,13 @@ def _written(event: str, arguments: tuple[Any, ...]) -> str | None:
     return _path(arguments[place]) if place is not None else None
 
 
+_EVENTS = frozenset({"open", "socket.connect", "subprocess.Popen", "os.posix_spawn", "os.exec", *_REMOVING})
+
+
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     global opened
+    if event not in _EVENTS:  # Python tells each id() too
+        return
     if event == "open" or event in _REMOVING:
         path = _written(event, arguments)
         if path is not None and len(writes) < _MOST:
@@ -57,7 +62,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         address = arguments[1]
         if isinstance(address, tuple) and len(network) < _MOST:
             network[f"{address[0]}:{address[1]}"] = None
-    elif event in ("subprocess.Popen", "os.posix_spawn", "os.exec") and len(children) < _MOST:
+    elif len(children) < _MOST:
         words = arguments[1] if isinstance(arguments[1], list | tuple) else [arguments[0]]
         children[" ".join(os.fsdecode(word) for word in words if isinstance(word, str | bytes | os.PathLike))[:200]] = None
 

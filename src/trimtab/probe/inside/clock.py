@@ -5,25 +5,15 @@ Only the watched thread may call it. What the probe itself does is a phase of it
 
 from __future__ import annotations
 
+import typing
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns
 
-PHASES = (
-    "data",
-    "copy",
-    "forward",
-    "backward",
-    "optimizer",
-    "zero_grad",
-    "synchronization",
-    "communication",
-    "logging",
-    "saving",
-    "other",
-    "probe",
-)
-DATA, COPY, FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD, SYNC, COMMUNICATION, LOGGING, SAVING, OTHER, PROBE = range(len(PHASES))
+from trimtab.core.evidence import Phase
+
+PHASES: tuple[str, ...] = (*typing.get_args(Phase), "probe")
+FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD, DATA, COPY, SYNC, COMMUNICATION, LOGGING, SAVING, OTHER, PROBE = range(len(PHASES))
 
 spans: deque[tuple[int, int, int, int]] = deque(maxlen=60_000)
 """(phase, start, end in ns, depth) of what ended last; filled while ``keep_spans`` is called with true."""

@@ -205,12 +205,12 @@ def plain(key: tuple[Any, ...]) -> list[Any]:
 
 
 def plain_samples(first: int, last: int) -> list[Any]:
-    """Samples as [ns, site, text, phase, function]."""
+    """Samples as [ns, site, text, phase, function, resident bytes, bytes that they rose by]."""
     return [
-        [ns, site((code, number)), line((code, number)), phase, code.co_name.strip("<>").replace("module", "")]
+        [ns, site((code, number)), line((code, number)), phase, code.co_name.strip("<>").replace("module", ""), held, grown]
         if code is not None
-        else [ns, "", "", phase, ""]
-        for ns, code, number, phase in lines.samples
+        else [ns, "", "", phase, "", held, grown]
+        for ns, code, number, phase, held, grown in lines.samples
         if first <= ns <= last
     ]
 
@@ -390,9 +390,19 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def reduces() -> bool:
+    """Whether a backward pass that begins now reduces gradients among ranks."""
+    return _ranks() > 1 and any(getattr(module, "require_backward_grad_sync", False) for _, module in modules.values())
+
+
+def _ranks() -> int:
+    distributed: Any = torch.distributed
+    return int(distributed.get_world_size()) if distributed.is_available() and distributed.is_initialized() else 0
+
+
 def _distributed() -> Json | None:
     distributed: Any = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _ranks():
         return None
     names = [type(module).__name__ for _, module in modules.values()]
     kind = "ddp" if "DistributedDataParallel" in names else "data_parallel" if "DataParallel" in names else "none"
@@ -420,6 +430,12 @@ def _compilations(utils: Any, since: float) -> list[Json]:
         told["reason"] = getattr(each, "recompile_reason", None) or told["reason"]
         told["seconds"] += getattr(each, "entire_frame_compile_time_s", None) or 0.0
     return [{"site": where, **told} for where, told in found.items()]
+
+
+def compiles() -> bool:
+    """Whether code was compiled, or gradients are reduced by hooks of autograd."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return bool(_ranks() or (utils is not None and utils.counters.get("frames")))
 
 
 def _recompiles() -> list[Json]:

@@ -1,4 +1,5 @@
-"""How often each line of the script runs within one step, by Python's tracing. It is a step after those that are timed."""
+"""How often each line of the script runs within one step, by Python's tracing, and which operators it calls. It is a step after
+those that are timed."""
 
 from __future__ import annotations
 
@@ -6,17 +7,44 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
-from trimtab.probe.inside.sites import is_script
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trimtab.probe.inside import clock
+from trimtab.probe.inside.sites import caller, is_script
 
 MOST = 3_000_000
 """Lines after which counting ends: a step of pure Python would take too long."""
 
 found: dict[tuple[CodeType, int], int] = {}
+operators: dict[tuple[str, str, tuple[CodeType, int]], int] = {}
+"""(Name, shape of the first tensor, line that calls it) -> calls, without those of backward passes."""
 _lines = 0
 
 
-def start() -> bool:
-    """Count from now on, in the frames that are running too. ``False`` if a debugger or coverage traces already."""
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that lines of the script call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _counting and clock.current() not in (clock.BACKWARD, clock.PROBE):
+            place = caller(sys._getframe(1))
+            if place is not None and is_script(place[0]):
+                first = args[0] if args else None
+                key = func._schema.name, str(list(getattr(first, "shape", ()))), place
+                operators[key] = operators.get(key, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+_mode = _Operators()  # type: ignore[no-untyped-call]
+_counting = False
+
+
+def start(compiled: bool) -> bool:
+    """Count from now on, in the frames that are running too. ``False`` if a debugger or coverage traces already. Operators are
+    not counted where code is ``compiled``, which a dispatch mode would change."""
+    global _counting
+    _counting = not compiled
+    if _counting:
+        _mode.__enter__()  # type: ignore[no-untyped-call]  # the end of the process leaves it
     if sys.gettrace() is not None:
         return False
     for frame in _running():
@@ -27,6 +55,8 @@ def start() -> bool:
 
 def stop() -> None:
     """End counting."""
+    global _counting
+    _counting = False
     sys.settrace(None)
     for frame in _running():
         frame.f_trace = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 import threading
 import time
@@ -16,14 +18,28 @@ EVERY_S = 0.005
 
 paused = False
 """Whether no samples are taken, as while Python traces lines."""
-samples: list[tuple[int, CodeType | None, int, int]] = []
-"""(ns, code, line, phase) of the innermost line of the script; without code where there was none."""
+samples: list[tuple[int, CodeType | None, int, int, int, int]] = []
+"""(ns, code, line, phase) of the innermost line of the script, without code where there was none; resident bytes, and by how
+much they rose since the sample before."""
+try:
+    _statm = os.open("/proc/self/statm", os.O_RDONLY)
+except OSError:
+    _statm = -1
+_PAGE = resource.getpagesize()
+
+
+def resident() -> int:
+    """Resident bytes of this process; where the system does not tell, the most that they were."""
+    if _statm >= 0:
+        return int(os.pread(_statm, 64, 0).split()[1]) * _PAGE
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
     """Sample from now on; call ``out_of_time`` in the sampling thread when ``time.monotonic()`` passes ``deadline``."""
 
     def sample() -> None:
+        before = None
         while time.monotonic() < deadline:
             time.sleep(EVERY_S)
             if paused:
@@ -31,11 +47,16 @@ def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
             phase = clock.current()
             here = sys._current_frames().get(MAIN)
             if phase == clock.PROBE:
+                before = None
                 continue
             while here is not None and not is_script(here.f_code):
                 here = here.f_back
             now = time.perf_counter_ns()
-            samples.append((now, here.f_code, here.f_lineno, phase) if here is not None else (now, None, 0, phase))
+            number: int | None = None if here is None else here.f_lineno  # none between two lines
+            held = resident()
+            grown, before = 0 if before is None else held - before, held
+            code = None if here is None or number is None else here.f_code
+            samples.append((now, code, number or 0, phase, held, grown))
         out_of_time()
 
     threading.Thread(target=sample, name="trimtab", daemon=True).start()

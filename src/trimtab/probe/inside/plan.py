@@ -11,6 +11,7 @@
 ``address``    of the driver's socket, and ``key``, its secret
 ``out``        folder for what this process tells the driver
 ``folder``     of the script; call sites are told relative to it
+``watch``      seconds between two measurements of the split of a step in mode ``run``; ``null``: none
 ``guard``      whether writes to files that exist end the process, where they cannot be kept apart
 =============  ====================================================================================================
 """

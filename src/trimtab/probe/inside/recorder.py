@@ -55,11 +55,8 @@ _counting = False
 _warm_s = time.time()
 _out_of_time = False
 _owner = os.getpid()
-try:
-    _statm = os.open("/proc/self/statm", os.O_RDONLY)
-except OSError:
-    _statm = -1
-_PAGE = resource.getpagesize()
+_arrivals: list[int] = []
+"""Times in ns, of a clock that all processes of the machine share, at which backward passes began that reduce gradients."""
 
 
 def begin() -> None:
@@ -110,6 +107,9 @@ def _backward(tensors: Any) -> None:
     if loss is not None and len(losses) < 10_000:
         losses.append(float(hooks.read(loss)) if loss.device.type == "cpu" else loss)
     facts.look_at_flags()
+    if facts.reduces():
+        clock.add(("reduce",), 0)
+        _arrivals.append(time.perf_counter_ns())
 
 
 def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +143,7 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _snapshot() -> Snapshot:
     now, totals = clock.reading()
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    resident = int(os.pread(_statm, 64, 0).split()[1]) * _PAGE if _statm >= 0 else usage.ru_maxrss * 1024
+    resident = lines.resident()
     cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
     return now, totals, usage.ru_minflt, resident, _evaluations, _iterators, _collector_ns, cpu
 
@@ -184,6 +184,8 @@ def _mark(key: Key) -> None:
         _profiled_from = count
         if rank() == 0:  # for the case that the profiler ends the process
             attempt(_write, False, "early")
+        elif _arrivals:
+            attempt(_save, "arrivals", {"ns": _arrivals})
         if not operators.start(notes):
             finish(False)
 
@@ -197,7 +199,7 @@ def _count_lines() -> None:
     _counting = lines.paused = True
     if rank() == 0:
         attempt(_write, False, "early")
-        line_counts.start()
+        line_counts.start(compiled=facts.compiles())
 
 
 def _time_is_up() -> None:
@@ -275,6 +277,8 @@ def _write(finished: bool, name: str = "log") -> None:
             "growth": growth.found,
             "steps_until": last_ns,
             "runs": {site(place): count for place, count in line_counts.found.items()},
+            "sites": [[name, shape, site(place), n] for (name, shape, place), n in line_counts.operators.items()],
+            "arrivals": _arrivals,
             **facts.collect(_warm_s),
             "texts": texts(),
         },

@@ -18,6 +18,8 @@ def begin() -> None:
         importlib.import_module("trimtab.probe.inside.audit").guard()
     if PLAN.get("settings"):
         importlib.import_module("trimtab.probe.inside.remedies").apply(PLAN["settings"])
+    if PLAN.get("watch") and not IS_WORKER:
+        importlib.import_module("trimtab.probe.inside.watch").start()
     if mode in ("turns", "losses", "trace") and not IS_WORKER:
         importlib.import_module(f"trimtab.probe.inside.{mode}").start()
     os.register_at_fork(after_in_child=lambda: PLAN.update(mode="forked"))

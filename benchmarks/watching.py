@@ -1,0 +1,99 @@
+"""What watching a script costs: the time of a step with the hooks of ``trimtab doctor`` over that without them.
+
+    python benchmarks/watching.py                                  # a step of 5 ms; half a minute on two quiet cores
+    python benchmarks/watching.py --width 1024 --quads 200
+
+The script is a training as people write it: a ``DataLoader``, a loss, a backward pass, ``zero_grad``, an optimizer and
+``loss.item()`` on every step. It is watched, and switches the hooks and the sampling thread off and on again in turns of ten
+steps, A B B A, so that a busy machine disturbs both sides alike. Each turn is timed by the CPU time of the whole process, and
+of all quads those count that took least time in total, a quarter, because other processes make both sides slower. What stays
+while the hooks are off is a comparison in each replaced function, about 2 us in a step. The interval is Student's t on the
+logarithms of the ratios of those quads. The exit status is 1 if the overhead is surely above 2%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import sys
+import tempfile
+
+from trimtab.measure.host import others
+from trimtab.measure.quantiles import t_quantile
+from trimtab.probe.command import Command
+from trimtab.probe.observe import observe
+
+LIMIT = 0.02
+SCRIPT = """
+import json, pathlib, sys, threading, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+out, width, quads = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+
+def watching(on):
+    from trimtab.probe.inside import calls, hooks, lines, loaders, roots
+    for module in (calls, hooks, loaders, roots):
+        module.MAIN = threading.get_ident() if on else 0
+    lines.paused = not on
+
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+examples = TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,)))
+loader = DataLoader(examples, batch_size=64, shuffle=True)
+model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+loss_of = nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+sides = [True] * 5 + [side for _ in range(quads) for side in (False, True, True, False)]
+turns, steps, total, began = [], 0, 0.0, time.process_time()
+while len(turns) < len(sides):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+        steps += 1
+        if steps % 10 == 0:
+            turns.append(time.process_time() - began)
+            if len(turns) == len(sides):
+                break
+            watching(sides[len(turns)])
+            began = time.process_time()
+out.write_text(json.dumps([turn * 100 for turn in turns[5:]]))
+"""
+
+
+def main() -> int:
+    """Measure, print, and return 1 if the overhead is surely above the limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=640, help="of the hidden layers, which sets the time of a step")
+    parser.add_argument("--quads", type=int, default=120, help="A B B A, of ten steps each")
+    asked = parser.parse_args()
+    busy = others()
+    with tempfile.TemporaryDirectory(prefix="watching-") as name:
+        script, out = pathlib.Path(name, "train.py"), pathlib.Path(name, "turns.json")
+        script.write_text(SCRIPT, encoding="utf-8")
+        command = Command.of(script, args=[str(out), str(asked.width), str(asked.quads)])
+        observe(command, steps=100 * asked.quads, seconds=600, in_place=True)
+        turns = json.loads(out.read_text(encoding="utf-8"))
+    every = sorted((turns[place : place + 4] for place in range(0, len(turns), 4)), key=sum)
+    quads = every[: max(4, len(every) // 4)]
+    logs = [math.log((second + third) / (first + fourth)) for first, second, third, fourth in quads]
+    half = t_quantile(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    low, value, high = (math.exp(x) - 1 for x in (mean - half, mean, mean + half))
+    plain = statistics.median((first + fourth) / 2 for first, _, _, fourth in quads)
+    print(f"{busy}; {len(quads)} of {len(every)} x A B B A, ten steps each")
+    print(f"a step of {plain:.2f} ms CPU takes {value:+.2%} ({low:+.2%} to {high:+.2%}) when it is watched")
+    return int(low > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
