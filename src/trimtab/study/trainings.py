@@ -64,7 +64,7 @@ class Trainings:
             return None
         needs = f"this would take about {likely:.0f} s" if left > 0 else "nothing is left for this one"
         return (
-            f"Of {whole:.0f} s for training {min(self.spent_s, whole):.0f} s are used, and {needs}: give more with "
+            f"Of {whole:.4g} s for training {min(self.spent_s, whole):.4g} s are used, and {needs}: give more with "
             "--train-budget (in Python, train_budget=...); the same command then goes on."
         )
 
@@ -166,7 +166,7 @@ class Trainings:
         if self._options.train_s is not None:
             option = "--train-budget (in Python, train_budget=...)"
         return (
-            f"The training was stopped{reached}, at its limit of {self.limit_s:.0f} s. Give more with {option}; the same "
+            f"The training was stopped{reached}, at its limit of {self.limit_s:.4g} s. Give more with {option}; the same "
             "command then goes on from its last checkpoint."
         )
 
