@@ -74,7 +74,7 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
     assert "at its limit of 0.2 s. Give more with --train-budget" in str(stopped.reason)
     assert not list(pathlib.Path("run/scratch", FOLDER).glob("*.safetensors")), "what time cuts off is not kept"
     assert {trial.state for trial in cut.trials if trial.recipe.training is not None} <= {State.STOPPED, State.SKIPPED}
-    result = trimtab.optimize("halves.py", trials=3, train_budget="60s", **asked)
+    result = trimtab.optimize("halves.py", trials=3, train_budget="20m", **asked)
     smaller = [trial for trial in result.trials if trial.stage == "compressed"]
     trained = [trial for trial in smaller if any(step.name == "recover" for step in trial.recipe.passes)]
     assert trained

@@ -26,6 +26,8 @@ TRAININGS, ORDER = "trainings", "trainings"
 """Folder in the run folder with the logs of trainings; key in the storage: the hashes of all trainings, in order."""
 FIGURES = ("update", "updates", "examples", "labels", "before", "after", "losses", "held_out")
 """What a training tells of itself."""
+PACED = 20
+"""Updates from which on the pace of a training is known; the first ones are slow."""
 LOOK_S = 1.0
 """Seconds between looks at the progress of a training."""
 
@@ -73,7 +75,7 @@ class Trainings:
         part = recipe.training
         if part is None or self._settled(part):
             return 0.0
-        paces = [each.seconds / each.update for each in self._known.values() if each.update]
+        paces = [each.seconds / each.update for each in self._known.values() if each.update >= PACED]
         begun = self._known.get(part.hash)
         asked = max(getattr(step, "updates", 0) for step in part.passes)
         return max(paces, default=0.0) * max(0, asked - (0 if begun is None else begun.update))
