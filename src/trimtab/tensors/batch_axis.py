@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import WorkloadError
-from trimtab.tensors.structure import items_of, map_items, opened, tensors_of
+from trimtab.tensors.structure import is_flat, items_of, map_items, opened, tensors_of
 
 IsColumn = Callable[[Any], bool]
 """True for a value that is no tensor and has an item per example."""
@@ -75,7 +75,9 @@ def lead(value: Any) -> int | None:
 
 def length(batch: Any) -> int | None:
     """The number of examples in ``batch``; ``None`` if nothing in it tells."""
-    certain = next((count for source, count in _counts(batch) if source == _TENSOR), None)  # called for each micro-batch
+    if is_flat(batch) and batch and batch[0].ndim:  # called for each micro-batch
+        return int(batch[0].size(0))
+    certain = next((count for source, count in _counts(batch) if source == _TENSOR), None)
     return BatchAxis.of(batch).count if certain is None else certain
 
 

@@ -153,6 +153,11 @@ def map_items(value: Any, change: Callable[[Any], Any]) -> Any:
     return value if found is None else found.rebuild([change(item) for item in found.items])
 
 
+def is_flat(value: Any) -> bool:
+    """Whether it is a plain tuple or list of plain tensors, as most batches are: what walks through containers is slow."""
+    return type(value) in (tuple, list) and all(type(item) is torch.Tensor for item in value)
+
+
 def leaves_of(value: Any) -> list[Any]:
     """Everything in nested containers that is no container, in order."""
     found = opened(value)
@@ -161,7 +166,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested containers, in order."""
-    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+    return list(value) if is_flat(value) else [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -10,6 +10,7 @@ from trimtab.train.data.worker_tuning import tune_loader
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.distillation import Distillation
 from trimtab.train.loss.manual_run import ManualRun
+from trimtab.train.parts import Parts
 from trimtab.train.telemetry.log import log
 from trimtab.train.telemetry.model_summary import model_summary
 
@@ -20,6 +21,7 @@ __all__ = [
     "Loader",
     "ManualRun",
     "MappedTensors",
+    "Parts",
     "find_batch",
     "find_lr",
     "log",

@@ -25,7 +25,7 @@ from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.auto_settings import OFF
 from trimtab.train.autotune.shadow_run import candidate, rounded
-from trimtab.train.data.loader_position import Seekable
+from trimtab.train.data.loader_position import is_seekable
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.loss.loss_parity import BaselineLosses, late, shaken
 from trimtab.train.runtime.torch_settings import random_state
@@ -260,7 +260,7 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
     """
     found: list[Batch] = []
     while len(found) < count:
-        if isinstance(batches, Seekable):
+        if is_seekable(batches):
             batches.seek(epoch, 0)
             epoch += 1
         some = list(itertools.islice(iter(batches), count - len(found)))

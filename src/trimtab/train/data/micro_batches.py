@@ -13,7 +13,7 @@ from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.data.batch_structure import split, united
 from trimtab.train.data.device_prefetch import Transfer
-from trimtab.train.data.loader_position import Seekable, is_stateful, load_state, state_of
+from trimtab.train.data.loader_position import is_seekable, is_stateful, load_state, state_of
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.runtime.memory_errors import final
 from trimtab.train.runtime.random_generators import datasets_of
@@ -89,7 +89,7 @@ class MicroBatcher:
             if hears_epochs(batches):
                 set_workers(batches, running=False)
         self._loaded = False
-        if isinstance(batches, Seekable):
+        if is_seekable(batches):
             batches.seek(epoch, skip)
             skip = 0
         with _READING:
@@ -201,7 +201,7 @@ def _set_epoch(batches: Any, epoch: int) -> None:
 
 def _may_run_ahead(batches: Any) -> bool:
     """True if reading a batch early draws no random numbers in this process and moves no position that is saved."""
-    return isinstance(batches, Seekable) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
+    return is_seekable(batches) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
 
 
 def draws_here(batches: Any) -> bool:

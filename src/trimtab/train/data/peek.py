@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from trimtab.core.workload import user_code
-from trimtab.train.data.loader_position import Seekable, load_state, state_of
+from trimtab.train.data.loader_position import is_seekable, load_state, state_of
 from trimtab.train.data.micro_batches import set_workers
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.runtime.random_generators import generators_of, set_states, states_of
@@ -51,7 +51,7 @@ def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Itera
             set_workers(peeked, running=False)  # the copy starts its own: the generators of running workers must not advance
         try:
             with user_code(what):
-                if isinstance(loader, Seekable):
+                if is_seekable(loader):
                     loader.seek(0, 0)
                 yield peeked
         finally:

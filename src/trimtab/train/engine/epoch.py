@@ -12,7 +12,7 @@ import torch
 
 from trimtab.errors import WorkloadError
 from trimtab.train.data.loader import Loader
-from trimtab.train.data.loader_position import Seekable, is_stateful
+from trimtab.train.data.loader_position import is_seekable, is_stateful
 from trimtab.train.data.micro_batches import MicroBatcher, draws_here, has_workers, hears_epochs, keeps_workers, set_workers
 from trimtab.train.data.peek import first_batches
 from trimtab.train.loss.adapter import Batch
@@ -99,19 +99,22 @@ def other_length(batch: int, now: str) -> str:
 
 
 @contextlib.contextmanager
-def close(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
-    """A block for the end of an epoch. If it is interrupted, random states are restored: the run that continues repeats it."""
+def close(context: RunContext, feed: MicroBatcher, *, draws: bool) -> Iterator[None]:
+    """A block for the end of an epoch, in which a validation ``draws`` random numbers, or nothing does.
+
+    If it is interrupted, random states are restored: the run that continues repeats it.
+    """
     if context.resuming is not None:  # the checkpoint was written at the end of an epoch
         if (state := _state_at(context, feed, context.resuming)) is not None:
             feed.load(context.position.epoch, state)
         _begin_as(context, feed.batches, _own(context, context.resuming["random"]))
         context.resuming = None
     feed.finish()
-    before = random_of(context, feed.batches)
+    before = random_of(context, feed.batches) if draws else None
     try:
         yield
     finally:
-        if context.position.due:
+        if before is not None and context.position.due:
             _set_random_of(context, feed.batches, before)
 
 
@@ -154,7 +157,7 @@ def _state_at(context: RunContext, feed: MicroBatcher, resumed: Mapping[str, Any
 
 def _doubt(loader: Any) -> str | None:
     """Why a resumed run may get other batches from ``loader`` than an uninterrupted run, if it may."""
-    if isinstance(loader, Seekable):
+    if is_seekable(loader):
         return None
     if (keeps_workers(loader) and not hears_epochs(loader)) or (is_stateful(loader) and getattr(loader, "num_workers", 0) > 0):
         return _WORKERS

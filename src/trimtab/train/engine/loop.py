@@ -38,8 +38,7 @@ def updates(
     _stop_if_stale(context)  # a resumed run may have ended by it
     while not context.world.any(context.ending) and not duration.over(context, epochs, steps):
         if not position.due:
-            context.modes.follow()
-            context.modes.train()
+            context.modes.begin_epoch()
             epoch.begin(context, ready.feed)
             if not position.batch:
                 consistency.tell(context, EpochStarted(update=position.update, epoch=position.epoch))
@@ -94,7 +93,7 @@ def _epoch(
 def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
     """End an epoch: validate, save a checkpoint. If this fails, a checkpoint keeps the epoch."""
     try:
-        with epoch.close(context, ready.feed):
+        with epoch.close(context, ready.feed, draws=held_out is not None and context.validate_every is None):
             consistency.tell(context, EpochEnded(update=context.position.update, epoch=context.position.epoch - 1))
             if context.validate_every is None:
                 with meter.apart():

@@ -14,7 +14,7 @@ from trimtab.errors import WorkloadError
 from trimtab.tensors.batch_axis import BatchAxis, concatenate
 from trimtab.tensors.structure import map_tensors
 from trimtab.train.autotune import auto_settings
-from trimtab.train.data.loader_position import Seekable
+from trimtab.train.data.loader_position import is_seekable
 from trimtab.train.data.micro_batches import check_loader
 from trimtab.train.engine import setup, validation
 from trimtab.train.engine.step import Step
@@ -39,7 +39,7 @@ def outputs(context: RunContext, batches: Iterable[Batch], *, limit: int | None,
     settings = settings.replaced({name: auto_settings.OFF[name] for name in auto_settings.undecided(settings)})
     step = Step(model, context.objective, context.optimizer, settings, context.world, HostClock())
     move = setup.laid_out(model, settings, context.device)
-    if isinstance(batches, Seekable):
+    if is_seekable(batches):
         batches.seek(0, 0)
     shown = context.shown.during() if context.resuming is not None else contextlib.nullcontext()
     found: list[Any] = []

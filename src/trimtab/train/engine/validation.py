@@ -14,7 +14,7 @@ from torch import nn
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import map_tensors
-from trimtab.train.data.loader_position import Seekable
+from trimtab.train.data.loader_position import is_seekable
 from trimtab.train.data.micro_batches import has_workers, keeps_workers, set_workers
 from trimtab.train.data.peek import kept_random
 from trimtab.train.loss.adapter import Batch, Weight
@@ -86,7 +86,7 @@ def validate(
     answers, objective.untold = _Answers(context, world), None
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
-    if isinstance(batches, Seekable):  # every validation sees the same batches, also after a resumption
+    if is_seekable(batches):  # every validation sees the same batches, also after a resumption
         batches.seek(0, 0)
     try:
         with evaluating(context.model, objective.module), world.together():

@@ -23,7 +23,7 @@ from trimtab._internal.validation import refuses
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.batch_axis import length, uneven
-from trimtab.tensors.structure import map_items, tensors_of
+from trimtab.tensors.structure import is_flat, map_items, tensors_of
 from trimtab.train.loss import model_outputs, torch_losses
 from trimtab.train.loss.manual_run import ManualRun
 from trimtab.train.loss.torch_losses import IGNORED
@@ -282,6 +282,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 def fresh(batch: Batch) -> Batch:
     """Copies of the nested containers of ``batch``. Tensors, other leaves and mappings that are no dict are shared."""
+    if is_flat(batch):
+        return batch if type(batch) is tuple else list(batch)
     shared = isinstance(batch, Mapping) and not isinstance(batch, (dict, UserDict))
     return batch if shared else map_items(batch, fresh)
 

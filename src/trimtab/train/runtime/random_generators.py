@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -36,9 +37,16 @@ def _held_by(holders: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place, holder in holders.items():
         for name, value in getattr(holder, "__dict__", {}).items():
-            if isinstance(value, _KINDS) and all(value is not other for other in found.values()):
+            kind: Any = type(value)
+            if _is_generator(kind) and all(value is not other for other in found.values()):
                 found[f"{place}.{name}"] = value
     return found
+
+
+@functools.cache
+def _is_generator(kind: Any) -> bool:
+    """Whether objects of this type are random generators; known types are not asked again, which takes a microsecond each."""
+    return issubclass(kind, _KINDS)
 
 
 def datasets_of(loader: Any) -> list[Any]:

@@ -42,6 +42,12 @@ class Modes:
         if self.model.training:  # else the model was evaluated, which says nothing of its modules
             self._find()
 
+    def begin_epoch(self) -> None:
+        """Put the model in training mode; modules that callbacks have frozen or thawed since the last epoch stay so."""
+        if self._frozen or not all(module.training for module in self.model.modules()):
+            self.follow()
+            self.train()
+
     def state_of(self) -> dict[str, list[str] | None]:
         """For a checkpoint: the modules that are frozen now, and those that were as the run began."""
         now = [name for name, module in self.model.named_modules() if not module.training]
