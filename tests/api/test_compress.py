@@ -58,7 +58,7 @@ def workload():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monkeypatch) -> None:
     (tmp_path / "halves.py").write_text(WORKLOAD)
     monkeypatch.chdir(tmp_path)
