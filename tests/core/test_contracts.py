@@ -22,12 +22,13 @@ from trimtab.testing import BackendSuite, CheckSuite, PassSuite
 
 
 def variants(registry: Any) -> list[Technique]:
-    """Every registered technique as it comes, and once with each other value of its ``Literal`` fields."""
+    """Every registered technique as it comes, and once with each other value of its ``Literal`` fields, unless it compresses:
+    tests/passes has those."""
     found = []
     for name in registry:
         default = registry[name]()
         found.append(default)
-        if getattr(default, "cost", "seconds") == "seconds":
+        if getattr(default, "cost", "seconds") == "seconds" and not getattr(default, "compresses", False):
             spoken = {f for f, values in registry[name].choices().items() if all(isinstance(value, str) for value in values)}
             found += search_space.variants(default, without=set(registry[name].choices()) - spoken)
     return found

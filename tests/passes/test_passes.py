@@ -1,6 +1,7 @@
 """Passes: what the contract suite cannot know about each of them."""
 
 import copy
+import math
 import subprocess
 import sys
 import textwrap
@@ -381,3 +382,45 @@ def test_a_dropout_that_does_more_stays() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Residual(0.1), nn.Dropout(0.1)).eval()
     removed = RemoveDropout().apply(Candidate.of(model, (torch.randn(2, 4),))).model
     assert [type(part).__name__ for part in removed] == ["Linear", "Residual", "Identity"]
+
+
+class ByHand(nn.Module):
+    """Causal attention as in tutorials: a scale by the width of a head, and a mask in a buffer that is cut to the length."""
+
+    causal: torch.Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.heads, self.dropout = how, 4, nn.Dropout(0.1)
+        self.joint, self.last = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.register_buffer("causal", torch.tril(torch.ones(64, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.size()
+        q, k, v = self.joint(x).split(32, dim=2)
+        q, k, v = (part.view(rows, length, self.heads, width // self.heads).transpose(1, 2) for part in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+        hidden = self.causal[:length, :length] == 0
+        scores = scores.masked_fill(hidden, float("-inf")) if self.how != "bias" else scores * 0.5 + hidden * -3.0
+        weights = torch.softmax(scores, dim=-1)
+        out = (self.dropout(weights) @ v).transpose(1, 2).reshape(rows, length, width)
+        found: torch.Tensor = self.last(out)
+        return found + weights.mean() if self.how == "shown" else found
+
+
+@pytest.mark.parametrize("how", ["masked", "bias"])
+def test_attention_by_hand_becomes_one_kernel_for_every_length(how: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), ByHand(how)).eval()
+    sizes = {"input": {0: Dim("batch", max=8), 1: Dim("length", max=64)}}
+    candidate = Candidate.of(model, (torch.randn(2, 20, 32),), dynamic=sizes)
+    fused = PASSES["fused_attention"]().apply(candidate).model
+    assert "scaled_dot_product_attention" in fused[1].code
+    assert "softmax" not in fused[1].code
+    other = torch.randn(3, 33, 32)
+    torch.testing.assert_close(fused(other), model(other))
+    assert list(fused.state_dict()) == list(model.state_dict())
+
+
+def test_attention_whose_weights_are_read_stays_as_it_is() -> None:
+    candidate = Candidate.of(ByHand("shown").eval(), (torch.randn(2, 20, 32),))
+    assert "two products with a softmax between" in str(PASSES["fused_attention"]().why_not(candidate))

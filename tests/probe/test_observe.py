@@ -9,6 +9,7 @@ import pytest
 
 from trimtab.core.evidence import ProbeRecord
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.measure.host import Others
 from trimtab.probe.command import Command
 from trimtab.probe.observe import observe
 
@@ -158,7 +159,12 @@ def test_one_rank_of_a_launcher_reports(tmp_path: pathlib.Path, monkeypatch: pyt
 
 def test_a_script_that_ends_early_was_seen_to_its_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    record = observe(Command.of(SCRIPTS / "train.py", args=["--epochs", "1"]), steps=1000, seconds=120, in_place=True)
+    text = (SCRIPTS / "train.py").read_text(encoding="utf-8").replace("set_num_threads(1)", "set_num_threads(2)")
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr("trimtab.probe.observe.others", lambda: Others(0.9, 2))
+    record = observe(Command.of("train.py", args=["--epochs", "1"]), steps=1000, seconds=120, in_place=True)
+    assert record.threads == 2
+    assert "the script was watched with one thread in place of 2" in record.notes[-1]
     assert record.finished
     assert record.exit_code == 0
     assert 1 <= record.steps < 10

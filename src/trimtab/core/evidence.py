@@ -292,7 +292,7 @@ class ProbeRecord:
     """The spans of one step of median length."""
 
     threads: int = 1
-    """torch's threads within an operator."""
+    """torch's threads within an operator, as the script has them."""
     cores: int = 1
     """That the process may use."""
     cpu_share: float = 0.0

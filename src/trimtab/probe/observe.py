@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.core.evidence import ProbeRecord
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.measure.host import others
 from trimtab.probe.analysis import record_of
 from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
@@ -57,6 +58,10 @@ def observe(
     if steps < 1 or seconds <= 0:
         raise UsageError(f"steps={steps}, seconds={seconds}: at least one step and a positive time are needed")
     plan: dict[str, Any] = {"mode": "observe", "anchor": None, "settings": {}, "steps": steps, "seconds": seconds}
+    found = others()
+    busy = found if found is not None and found.busy else None
+    if busy is not None:  # threads that wait for each other's cores would be most of the split, and not of the script
+        plan["settings"] = {"threads": 1}
     with ScriptProcess(command, plan, in_place=in_place) as process:
         tell = on_progress or (lambda _: None)
         tell(f"watching {command.name}")
@@ -81,6 +86,8 @@ def observe(
         written = process.written()
         listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_known(path, written))])
         notes = [*process.notes(), *_guard_notes(guarded)]
+        if busy is not None and log["threads"] > 1:
+            notes.append(f"Busy machine: {busy}, so the script was watched with one thread in place of {log['threads']}.")
         record = record_of(
             log,
             command=command.argv,

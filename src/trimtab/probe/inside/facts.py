@@ -21,6 +21,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from trimtab.probe.inside import audit, calls, clock, hooks, lines, loaders
 from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.plan import PLAN
+from trimtab.probe.inside.remedies import process
 from trimtab.probe.inside.sites import FOLDER, line, site
 
 Json = dict[str, Any]
@@ -217,7 +218,7 @@ def plain_samples(first: int, last: int) -> list[Any]:
 
 def collect(since: float) -> Json:
     """Facts on all objects that took part; ``since`` is the ``time.time()`` of the end of the warm-up."""
-    threads = torch.get_num_threads()
+    threads = process.threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
         "threads": threads,

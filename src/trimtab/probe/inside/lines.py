@@ -11,10 +11,11 @@ from collections.abc import Callable
 from types import CodeType
 
 from trimtab.probe.inside import clock
-from trimtab.probe.inside.plan import MAIN
+from trimtab.probe.inside.plan import MAIN, MAIN_NATIVE
 from trimtab.probe.inside.sites import is_script
 
-EVERY_S = 0.005
+EVERY_S, MOST = 0.005, 10.0
+"""Seconds between two samples, and how many times as long it may be on a busy machine."""
 
 paused = False
 """Whether no samples are taken, as while Python traces lines."""
@@ -35,13 +36,36 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class _Pace:
+    """How long to wait for the next sample: longer while the watched thread waits for a core, so that on a busy machine too
+    there is a sample per :data:`EVERY_S` of its work, and not one per time slice of another process."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = os.open(f"/proc/self/task/{MAIN_NATIVE}/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = -1
+        self._ran, self._waited = self._read()
+
+    def _read(self) -> tuple[int, int]:
+        words = os.pread(self._file, 64, 0).split() if self._file >= 0 else ()
+        return (int(words[0]), int(words[1])) if len(words) > 1 else (0, 0)
+
+    def seconds(self) -> float:
+        """Until the next sample."""
+        before_ran, before_waited = self._ran, self._waited
+        self._ran, self._waited = self._read()
+        ran, waited = self._ran - before_ran, self._waited - before_waited
+        return EVERY_S * min(MOST, 1 + waited / max(ran, 1_000_000))
+
+
 def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
     """Sample from now on; call ``out_of_time`` in the sampling thread when ``time.monotonic()`` passes ``deadline``."""
 
     def sample() -> None:
-        before = None
+        before, pace = None, _Pace()
         while time.monotonic() < deadline:
-            time.sleep(EVERY_S)
+            time.sleep(pace.seconds())
             if paused:
                 continue
             phase = clock.current()

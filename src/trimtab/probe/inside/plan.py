@@ -29,6 +29,8 @@ PLAN: dict[str, Any] = json.loads(os.environ.get("TRIMTAB_PLAN") or "{}")
 
 MAIN: int = threading.get_ident()
 """The thread that imported torch, which is the one that is watched."""
+MAIN_NATIVE: int = threading.get_native_id()
+"""The system's number of that thread."""
 
 IS_WORKER: bool = any(
     "multiprocessing" in word and ("spawn" in word or "forkserver" in word or "fork" in word) for word in sys.orig_argv

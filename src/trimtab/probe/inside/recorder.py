@@ -19,7 +19,21 @@ from typing import Any
 
 import torch
 
-from trimtab.probe.inside import audit, calls, clock, facts, growth, hooks, line_counts, lines, loaders, operators, roots, steps
+from trimtab.probe.inside import (
+    audit,
+    calls,
+    clock,
+    facts,
+    growth,
+    hooks,
+    line_counts,
+    lines,
+    loaders,
+    operators,
+    remedies,
+    roots,
+    steps,
+)
 from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.facts import batch_facts, first_tensors
 from trimtab.probe.inside.plan import PLAN, process_age_s, rank
@@ -65,6 +79,8 @@ def begin() -> None:
     if PLAN.get("guard"):
         audit.guard()
     audit.watch()
+    if PLAN.get("settings"):
+        remedies.apply(PLAN["settings"])
     calls.watch()
     hooks.watch_gradients()
     clock.keep_spans(True)
@@ -124,18 +140,19 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if not (training and gradients):
             _evaluations += 1
         clock.add(("module", number, training), ns)
-        found = first_tensors(output)
         entry = [number, training, ns, 0, start, None]
         _calls[number] = count = _calls.get(number, 0) + training
         if gradients and len(graphs) < 20_000 and not (training and count > CERTAIN):
-            nodes = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+            nodes = [tensor.grad_fn for tensor in first_tensors(output) if tensor.grad_fn is not None]
             for node in nodes:
                 node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))
             if nodes:
                 entry[5] = caller(sys._getframe(1))
                 graphs.append(entry)
-        if not losses and found and found[0].is_floating_point() and len(outputs) < 200:
-            outputs.append(found[0].detach().abs().mean())
+        if not losses and len(outputs) < 200:
+            found = first_tensors(output, most=1)
+            if found and found[0].is_floating_point():
+                outputs.append(found[0].detach().abs().mean())
     clock.leave()
     return output
 

@@ -263,7 +263,9 @@ def read(place: pathlib.Path, device: torch.device | str = "cpu") -> dict[str, A
         raise StorageError(
             f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
         )
-    tensors = load_file(place / TENSORS, device=str(device))
+    # Tensors of a file lie at any address, and sums of vectors that are not aligned are rounded differently: a run that goes on
+    # gets tensors where an allocator would put them.
+    tensors = {key: tensor.clone() for key, tensor in load_file(place / TENSORS, device=str(device)).items()}
     for key, (dtype, shape) in facts["bytes"].items():
         tensors[key] = tensors[key].view(getattr(torch, dtype)).reshape(shape)
     state = decode(facts["state"], tensors)

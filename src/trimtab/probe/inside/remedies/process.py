@@ -70,6 +70,11 @@ _threads, _anomaly = _Threads(), _Anomaly()
 _kept = False
 
 
+def threads() -> int:
+    """torch's threads within an operator, as the script has them."""
+    return torch.get_num_threads() if _threads.given is None else _threads.asked
+
+
 def switch(settings: Mapping[str, Any]) -> None:
     """Apply ``threads``, ``debug_off`` and ``keep_freed``."""
     _threads.switch(settings.get("threads"))
