@@ -266,6 +266,10 @@ NEAR: dict[str, dict[str, ProbeRecord]] = {
     "batch_loop": {
         "another number": with_lines(*(dataclasses.replace(each, runs=20.0) for each in PAIRS)),
         "once": with_lines(*(dataclasses.replace(each, runs=1.0) for each in PAIRS)),
+        "one call of many operators": with_lines(
+            dataclasses.replace(PAIRS[0], runs=1.0),
+            operators=(OperatorRecord(name="aten::sub", calls=64.0, ms=1.0, site="train.py:70", site_calls=64.0),),
+        ),
     },
     "accumulation_sync": {"fsdp": ranks(kind="fsdp", reductions=4.0)},
     "uneven_ranks": {"unknown": ranks(skew_ms=None), "busy": changed(ranks(skew_ms=20.0), others_share=0.5)},

@@ -49,11 +49,10 @@ class BatchLoop(Check):
                 evidence = {"calls_per_step": module.calls, "batch_size": size}
                 return [note(self, message, evidence=evidence, category="step", share=taken)]
         calls = {each.site: each for each in subject.operators if per_example(each.site_calls, size)}
-        told = [
-            line
-            for line in lines(subject, "forward", "other", "copy", "synchronization")
-            if line.site in calls or per_example(line.runs, size)
-        ]
+        # a line that was counted tells: one call of a model calls operators any number of times
+        seen = lines(subject, "forward", "other", "copy", "synchronization")
+        runs = {line.site: line.runs or (calls[line.site].site_calls if line.site in calls else 0.0) for line in seen}
+        told = [line for line in seen if per_example(runs[line.site], size)]
         if not told:
             return []
         line = told[0]
@@ -64,7 +63,7 @@ class BatchLoop(Check):
         taken = max(rows, each_ms / total if total else 0.0)
         if taken < self.least:
             return []
-        often = line.runs or calls[line.site].site_calls
+        often = runs[line.site]
         what = f"calls {calls[line.site].name}" if line.site in calls else "runs"
         message = (
             f"The line {line.site} {what} {often:.0f} times per step, for each of the {size} examples of a batch. Its loop and "
