@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def workload():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monkeypatch) -> None:
     (tmp_path / "halves.py").write_text(WORKLOAD)
     monkeypatch.chdir(tmp_path)
@@ -66,13 +67,20 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
     monkeypatch.setattr(search_space, "variants", lambda technique, without=(): [])
     for name in ("rewrites", "knobs"):
         monkeypatch.setattr(search_space, name, list)
-    result = trimtab.optimize(
-        "halves.py", limits=Limits(max_drop=0.2), compress="prune", timing_seconds=0.4, trials=7, out="run"
-    )
+    asked: dict[str, Any] = {"limits": Limits(max_drop=0.2), "compress": "prune", "timing_seconds": 0.4, "out": "run"}
+    cut = trimtab.optimize("halves.py", trials=9, train_budget=0.2, **asked)
+    (stopped,) = cut.study.trainings.all
+    assert stopped.state is State.STOPPED
+    assert "at its limit of 0.2 s. Give more with --train-budget" in str(stopped.reason)
+    assert not list(pathlib.Path("run/scratch", FOLDER).glob("*.safetensors")), "what time cuts off is not kept"
+    assert {trial.state for trial in cut.trials if trial.recipe.training is not None} <= {State.STOPPED, State.SKIPPED}
+    result = trimtab.optimize("halves.py", trials=3, train_budget="20m", **asked)
     smaller = [trial for trial in result.trials if trial.stage == "compressed"]
     trained = [trial for trial in smaller if any(step.name == "recover" for step in trial.recipe.passes)]
     assert trained
     assert any(trial.state is State.COMPLETE for trial in trained), [trial.reason for trial in trained]
+    assert stopped.recipe.hash in {each.recipe.hash for each in result.study.trainings.all if each.state is State.COMPLETE}
+    assert {path.suffix for path in pathlib.Path("run/scratch", FOLDER).iterdir()} == {".safetensors"}
     notes = {note for trial in trained for note in trial.notes if note.startswith("Trained on")}
     files = list(pathlib.Path("run/scratch", FOLDER).glob("*.safetensors"))
     assert len(files) == len(notes), "each training happens once, and every trial says the same of it"
@@ -85,6 +93,9 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
         assert tolerance <= 0.1 * scale, "test vectors are the smaller network's"
         case = best.artifact.golden().cases[0]
         assert torch.allclose(best.artifact.load().run(case.inputs)[0], case.outputs[0], atol=tolerance)
+        module = best.artifact.module()
+        assert torch.allclose(module(*case.inputs), case.outputs[0], atol=tolerance)
+        assert sum(parameter.numel() for parameter in module.parameters()) < 10_000, "the original has 10,594"
 
 
 def test_it_is_refused_where_it_makes_no_sense(tmp_path) -> None:

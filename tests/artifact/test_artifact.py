@@ -116,6 +116,29 @@ def run_alone(artifact: Artifact, hidden: set[str]) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", source], capture_output=True, text=True, cwd="/")
 
 
+def test_the_network_comes_back_as_a_module_that_can_be_trained_on(pristine: Artifact, folder: pathlib.Path) -> None:
+    module, case = pristine.module(), pristine.golden().cases[0]
+    assert torch.allclose(module(*case.inputs)["logits"], case.outputs[0], atol=1e-5)
+    mean = next(buffer for name, buffer in module.named_buffers() if name.endswith("running_mean")).clone()
+    optimizer = torch.optim.Adam(module.train().parameters(), lr=1e-3)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        losses.append(module(*case.inputs)["logits"].square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    now = next(buffer for name, buffer in module.named_buffers() if name.endswith("running_mean"))
+    assert not torch.equal(mean, now), "batch normalisation learns again"
+    assert torch.equal(module.eval()(*case.inputs)["logits"], copy.deepcopy(module)(*case.inputs)["logits"])
+    reseal(folder, lambda data: data.update(baseline=None, baseline_reason="It was left out."))
+    with pytest.raises(ArtifactError, match="does not hold the network as a module of torch. It was left out."):
+        open_artifact(folder).module()
+    (folder / "baseline" / "program.pt2").write_bytes(b"another")
+    with pytest.raises(IntegrityError, match=r"program.pt2 was changed"):
+        open_artifact(folder).module()
+
+
 # it ships
 
 

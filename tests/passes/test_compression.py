@@ -1,15 +1,22 @@
 """Passes that make smaller networks, and the one that trains them."""
 
 import dataclasses
+import errno
+import pathlib
+import signal
+import subprocess
+import sys
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
 
+from trimtab._internal.files import out_of_space
 from trimtab.core.candidate import Candidate
 from trimtab.core.training_examples import TrainingExamples
-from trimtab.errors import CompileError, UsageError
+from trimtab.errors import CompileError, StorageError, UsageError
 from trimtab.passes.common.structure import kept
 from trimtab.passes.drop_layers import DropLayers
 from trimtab.passes.low_rank import LowRank
@@ -17,7 +24,9 @@ from trimtab.passes.prune_channels import PruneChannels
 from trimtab.passes.prune_units import PruneUnits
 from trimtab.passes.recover import FOLDER, Recover
 from trimtab.passes.sparsify import Sparsify
+from trimtab.passes.student import Student
 from trimtab.testing.models import convnet, encoder, recurrent
+from trimtab.train.checkpoint import checkpoints
 
 pytest.importorskip("torch_pruning")
 
@@ -204,6 +213,30 @@ def off(found: Candidate) -> float:
         return float((found.model(images) - found.teacher(images)).abs().mean())
 
 
+KILLED = """
+import os, pathlib, signal, sys, cloudpickle, torch
+from trimtab.passes.common.trained_weights import Curve
+from trimtab.passes.recover import Recover
+given, threads = cloudpickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
+torch.set_num_threads(threads)
+kept = Curve.__call__
+def killing(self, trainer, event):
+    kept(self, trainer, event)
+    if event.update >= 25:
+        os.kill(os.getpid(), signal.SIGKILL)
+Curve.__call__ = killing
+Recover(updates=40).apply(given)
+"""
+
+
+def killed_in_training(given: Candidate, folder: pathlib.Path) -> None:
+    """Train ``given`` in a process that is killed after 25 of 40 updates."""
+    path = folder / "given.pickle"
+    path.write_bytes(cloudpickle.dumps((given, torch.get_num_threads())))
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_network_recovers_to_the_bit_and_is_trained_once(learnt, tmp_path, monkeypatch, labelled: bool) -> None:
     training = learnt.training if labelled else dataclasses.replace(learnt.training, loss=None)
@@ -217,7 +250,14 @@ def test_a_network_recovers_to_the_bit_and_is_trained_once(learnt, tmp_path, mon
         f"Trained on 576 examples of the training data, {'with' if labelled else 'without'} labels: 40 updates"
         in recovered.notes[0]
     )
-    again = Recover(updates=40).apply(dataclasses.replace(given, scratch=tmp_path / "elsewhere"))
+    elsewhere = dataclasses.replace(given, scratch=tmp_path / "elsewhere")
+    if labelled:
+        killed_in_training(elsewhere, tmp_path)
+    again = Recover(updates=40).apply(elsewhere)
+    updates = [at for at, _ in again.trained[0]["losses"]]
+    assert updates == sorted(updates)
+    assert (updates[0], updates[-1]) == (2, 40), "the curve goes on too"
+    assert [path.suffix for path in (tmp_path / "elsewhere" / FOLDER).iterdir()] == [".safetensors"]
     monkeypatch.setattr(Recover, "_train", lambda *_: pytest.fail("it was trained before"))
     loaded = Recover(updates=40).apply(dataclasses.replace(given, training=dataclasses.replace(training, cached_only=True)))
     for other in (again, loaded):
@@ -227,14 +267,14 @@ def test_a_network_recovers_to_the_bit_and_is_trained_once(learnt, tmp_path, mon
     assert [path.suffix for path in (tmp_path / FOLDER).iterdir()] == [".safetensors"]
 
 
-def test_only_a_trial_trains_and_a_damaged_file_is_no_training(learnt, tmp_path) -> None:
+def test_only_the_job_of_a_study_trains_and_a_damaged_file_is_no_training(learnt, tmp_path) -> None:
     given = dataclasses.replace(learnt, scratch=tmp_path, training=dataclasses.replace(learnt.training, cached_only=True))
-    with pytest.raises(CompileError, match="Only a trial trains"):
+    with pytest.raises(CompileError, match="Only the job of a study trains"):
         Recover(updates=5).apply(given)
     path = tmp_path / FOLDER / f"{Recover(updates=5)._key(given, given.training)}.safetensors"
     path.parent.mkdir()
     path.write_bytes(b"cut off")
-    with pytest.raises(CompileError, match="Only a trial trains"):
+    with pytest.raises(CompileError, match="Only the job of a study trains"):
         Recover(updates=5).apply(given)
 
 
@@ -254,6 +294,19 @@ def test_other_losses_recover_too(learnt, loss: Any) -> None:
     assert off(Recover(updates=20, loss=loss).apply(learnt)) < off(learnt)
 
 
+def test_a_student_takes_the_models_place_and_learns_from_it(learnt) -> None:
+    assert "give the workload student=..." in str(Student().blocked(learnt))
+    torch.manual_seed(1)
+    own = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+    given = dataclasses.replace(learnt, student=own)
+    found = Recover(updates=40).apply(Student().apply(given))
+    assert off(found) < off(Student().apply(given))
+    assert sum(parameter.numel() for parameter in found.model.parameters()) == 130
+    other = dataclasses.replace(learnt, student=nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
+    with pytest.raises(CompileError, match="student cannot stand where the model stands: its outputs have other shapes"):
+        Student().apply(other)
+
+
 def test_recover_says_what_it_needs(learnt) -> None:
     assert "needs data to train on" in str(Recover().blocked(dataclasses.replace(learnt, training=None)))
     unlabelled = dataclasses.replace(learnt, training=dataclasses.replace(learnt.training, loss=None))
@@ -261,6 +314,24 @@ def test_recover_says_what_it_needs(learnt) -> None:
     assert "needs labels" in str(Recover(loss="task").blocked(unlabelled))
     with pytest.raises(UsageError, match="updates is 0"):
         Recover(updates=0)
+
+
+def test_labels_of_another_kind_and_a_full_disk_are_sentences(learnt, tmp_path, monkeypatch) -> None:
+    batches = tuple((inputs, torch.rand(64, 3)) for inputs, _ in learnt.training.batches)
+    other = dataclasses.replace(learnt, training=dataclasses.replace(learnt.training, batches=batches))
+    with pytest.raises(CompileError, match="does not take the model's outputs with the labels of its data: .* without labels"):
+        Recover(updates=5).apply(other)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "_write", full)
+    with pytest.raises(StorageError, match="No space left on device. No checkpoint is there yet. Make room") as raised:
+        Recover(updates=40).apply(dataclasses.replace(learnt, scratch=tmp_path))
+    assert out_of_space(raised.value), "the study ends, and the same command goes on"
+    monkeypatch.undo()
+    Recover(updates=40).apply(dataclasses.replace(learnt, scratch=tmp_path))
+    assert [path.suffix for path in (tmp_path / FOLDER).iterdir()] == [".safetensors"]
 
 
 def test_a_training_that_lowers_no_loss_is_refused(learnt) -> None:

@@ -16,8 +16,10 @@ from trimtab._internal.serialization import from_json, to_json
 from trimtab.cli.report import report_command
 from trimtab.core.backend import BACKENDS as REGISTERED
 from trimtab.core.measurement import Drop, Interval
+from trimtab.core.network import Layer, Network
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Technique
+from trimtab.core.trained import Trained
 from trimtab.core.trial import State
 from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
@@ -346,6 +348,45 @@ def test_embedded_json_cannot_leave_its_element() -> None:
     assert "<" not in written
     assert "\u2028" not in written
     assert json.loads(written) == {"a": "</script><!--\u2028", "b": [1.5, None, None]}
+
+
+def test_compressed_forms_their_layers_and_trainings_have_a_section(folder: pathlib.Path) -> None:
+    found = record(24)
+    said = re.sub(r"\s+", " ", page(found, folder))
+    assert "What else could be tried" in said
+    assert "--compress auto" in said
+    assert "ELSE Smaller networks were not tried" in " ".join(text(found).split())
+    passes = (PASSES["prune_channels"](), PASSES["recover"]())
+    layer = Layer(name="conv", kind="Conv2d", shape=(8, 3, 3, 3), original=(16, 3, 3, 3), zeros=0.0, bits=32)
+    trial = dataclasses.replace(
+        found.trials[4],
+        recipe=Recipe(passes=passes, backend=found.trials[4].recipe.backend),
+        network=Network(parameters=250, original=1000, zeros=0.0, layers=(layer,)),
+    )
+    training = Trained(
+        recipe=Recipe(passes=passes, backend=REGISTERED["eager"]()),
+        **{"state": State.STOPPED, "reason": "The training was stopped after 120 of 200 updates.", "seconds": 61.0},
+        **{"update": 120, "updates": 200, "examples": 800, "labels": "without labels", "before": 2.5, "after": 0.5},
+        **{"losses": ((10, 2.0), (20, 1.0)), "held_out": ((15, 1.5),)},
+    )
+    trials = (*found.trials[:4], trial, *found.trials[5:])
+    found = dataclasses.replace(found, trials=trials, trainings=(training,), compress=("prune",), train_s=1200.0)
+    found = from_json(Record, to_json(found))
+    said = re.sub(r"\s+", " ", page(found, folder))
+    for words in (
+        "250 (25%)",
+        "16 × 3 × 3 × 3",
+        "8 × 3 × 3 × 3",
+        "120 of 200",
+        "800 without labels",
+        "stopped after 120 of 200",
+    ):
+        assert words in said, words
+    assert "1 training took 1 min 1 s of the 20 min 0 s for it (--train-budget)" in said
+    assert '"curves"' in said
+    assert '"tradeoff"' in said
+    assert "What else could be tried" not in said
+    assert "SMALLER 25% of the weights" in " ".join(text(found).split())
 
 
 # ---- text and two sides

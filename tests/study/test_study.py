@@ -168,6 +168,23 @@ def test_a_ratio_that_does_not_pay_is_not_trained() -> None:
     assert asked(compressing(floor), "openvino") == ["0.75", "0.5", "0.35", "0.25"]
 
 
+def test_a_student_is_timed_before_it_is_trained() -> None:
+    def student(recipe: Recipe) -> Trial:
+        found, names = by_backend(recipe), {step.name: step for step in recipe.passes}
+        if "student" not in names or found.speedup is None:
+            return found
+        kept = "recover" in names and names["recover"].updates == 800  # type: ignore[attr-defined]
+        lost = drop(0.0 if kept else 0.5, 0.01 if kept else 0.6, 0.02, kept)
+        return dataclasses.replace(complete(recipe, 2 * found.speedup.value), drop=lost)
+
+    trials = [trial.recipe for trial in compressing(student, ("distill",)) if trial.recipe.backend == BACKENDS["openvino"]()]
+    assert [[str(getattr(step, "updates", step.name)) for step in recipe.passes] for recipe in trials] == [
+        ["student"],
+        ["student", "200"],
+        ["student", "800"],
+    ]
+
+
 def test_a_network_that_misses_the_limit_is_trained_once_for_longer() -> None:
     def hard(recipe: Recipe) -> Trial:
         return by_ratio(recipe, holds=0.9)

@@ -85,6 +85,7 @@ def optimize(
     objective: Objective = "latency",
     sampler: str = "ladder",
     compress: str = "off",
+    train_budget: str | float | None = None,
     out: str | pathlib.Path | None = None,
     storage: str | None = None,
     fresh: bool = False,
@@ -109,7 +110,8 @@ def optimize(
         trials: largest number of new trials, besides that of the model as written.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
-        compress: ``prune`` also tries smaller networks, trained on the workload's ``training`` data; ``auto`` fewer layers too.
+        compress: ``auto``, or some of ``prune,quantize,distill``: also try smaller networks, trained to follow the model.
+        train_budget: time for all their trainings, as ``"20m"`` or in seconds; one that does not fit in is not begun.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
@@ -127,6 +129,7 @@ def optimize(
         limits=limits or Limits(),
         sampler=_sampler(sampler),
         compress=ways(compress),
+        train_s=_seconds(train_budget, "train_budget"),
         storage=storage,
         trial_s=positive(trial_seconds, "trial_seconds"),
         timing_s=positive(timing_seconds, "timing_seconds"),
@@ -135,7 +138,7 @@ def optimize(
         fresh=fresh,
     )
     most = None if trials is None else positive(trials, "trials")
-    limit_s = None if budget is None else seconds(budget, "budget")
+    limit_s = _seconds(budget, "budget")
     progress = Printed(budget_s=limit_s) if progress is None else progress
     workload = taken(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
@@ -148,14 +151,16 @@ def optimize(
             refuse_others(folder / ARTIFACT)  # before the search, not after it
             study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
-        until = end = None
-        most = study.besides_baseline(most)
-        if limit_s is None:
-            study.search(most=most)
-        else:
-            study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
-            until, end = began + limit_s - confirm_s(study, limit_s), began + limit_s
-        return _answer(study, began, until, end)
+        return _answer(study, began, *_search(study, began, limit_s, study.besides_baseline(most)))
+
+
+def _search(study: Study, began: float, limit_s: float | None, most: int | None) -> tuple[float | None, float | None]:
+    """Search within ``limit_s`` seconds. Returns when the steps before the confirmation have to end, and when the run has."""
+    if limit_s is None:
+        study.search(most=most)
+        return None, None
+    study.search(deadline=began + limit_s, reserve=lambda: _reserve_s(study, limit_s), most=most)
+    return began + limit_s - confirm_s(study, limit_s), began + limit_s
 
 
 def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
@@ -205,6 +210,7 @@ def command_line(
         "--objective": None if options.objective == default.objective else options.objective,
         "--sampler": None if options.sampler == default.sampler else options.sampler,
         "--compress": ",".join(options.compress) or None,
+        "--train-budget": None if options.train_s is None else f"{options.train_s:g}s",
         "--budget": f"{budget:g}s" if isinstance(budget, (int, float)) else budget,
         "--trials": trials,
         "--trial-time": None if options.trial_s == default.trial_s else f"{options.trial_s:g}s",
@@ -251,6 +257,10 @@ def _reserve_s(study: Study, budget_s: float) -> float:
     """Seconds of :func:`confirm_s`, and of a runoff if the search has left one open."""
     open_question = len(contenders(ahead(study), study.options.objective)) > 1
     return min(confirm_s(study, budget_s) + open_question * 1.5 * cost_s(study), RESERVED * budget_s)
+
+
+def _seconds(time: str | float | None, name: str) -> float | None:
+    return None if time is None else seconds(time, name)
 
 
 def _sampler(name: str) -> Any:

@@ -21,6 +21,7 @@ from trimtab.artifact.manifest import (
     GOLDEN,
     MANIFEST,
     MODEL,
+    MODULE,
     Manifest,
     check_files,
     findings,
@@ -30,6 +31,7 @@ from trimtab.artifact.manifest import (
 from trimtab.artifact.parity import LOAD_ERRORS, Parities, check_case, parities
 from trimtab.artifact.staging import fresh_folder
 from trimtab.artifact.test_vectors import Case, Golden
+from trimtab.artifact.trainable import TrainableModule, trainable
 from trimtab.artifact.writer import fill
 from trimtab.core.backend import BACKENDS, Backend, Executable
 from trimtab.core.measurement import Comparison
@@ -94,6 +96,25 @@ class Artifact:
         return _load(backend, self.path / BASELINE, facts.signature, facts.settings, False, self.manifest.environment)
 
     @with_remedy(COPY)
+    def module(self) -> TrainableModule:
+        """The network in torch that the runtime's files were made of, as a module with weights, in evaluation mode.
+
+        After compression that is the smaller, trained network; else the original. It is called like the model, and can be
+        trained further or optimized again. Nothing of the user's code is imported, and nothing is unpickled.
+
+        Raises:
+            IntegrityError: as for :func:`load`.
+            ArtifactError: the artifact does not hold the network in a form that can be trained; says why.
+        """
+        self.check()
+        manifest = self.manifest
+        name = MODULE if manifest.module is not None or manifest.module_reason else BASELINE
+        facts, reason = manifest.module or manifest.baseline, manifest.module_reason or manifest.baseline_reason
+        if manifest.module_reason or facts is None:
+            raise ArtifactError(f"{self.path} does not hold the network as a module of torch. {reason}")
+        return trainable(self.path / name, facts.signature)
+
+    @with_remedy(COPY)
     def golden(self) -> Golden:
         """The test vectors.
 
@@ -155,12 +176,13 @@ def write_artifact(
     limits: Limits | None = None,
     baseline: Executable | None = None,
     baseline_backend: Backend | None = None,
+    module: Executable | None = None,
 ) -> Artifact:
     """Write an artifact to ``folder`` atomically, replacing an older artifact, and open it.
 
     ``executable`` saves itself; its errors on ``golden`` set the tolerances. ``baseline`` is the original model as an
     executable of ``baseline_backend`` (default: ``eager`` under ``no_grad``). It is included if it can be saved and is not far
-    larger than the model.
+    larger than the model. So is ``module``, the compressed network in eager mode, for :meth:`Artifact.module`.
 
     Raises:
         CompileError: ``executable`` cannot be saved.
@@ -178,6 +200,7 @@ def write_artifact(
             limits=limits,
             baseline=baseline,
             baseline_backend=baseline_backend,
+            module=module,
         )
     return open_artifact(folder)
 

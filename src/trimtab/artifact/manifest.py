@@ -26,6 +26,7 @@ from trimtab.hardware.environment import RUNTIMES, Environment
 from trimtab.tensors.structure import Structure
 
 MANIFEST, MODEL, BASELINE, RUN, README, EVIDENCE = "manifest.json", "model", "baseline", "run.py", "README.md", "evidence.json"
+MODULE = "module"
 GOLDEN = "golden.safetensors"
 """The file of the test vectors."""
 GIVE = "Give the folder that optimize wrote, such as runs/NAME/artifact."
@@ -111,6 +112,10 @@ class Manifest:
     created: str
     """Date and time in UTC, ISO 8601."""
     files: Mapping[str, FileFacts]
+    module: BaselineFacts | None = None
+    """The compressed network as an exported program, for training it further; ``None`` if the recipe compresses nothing."""
+    module_reason: str | None = None
+    """Why there is none, although the recipe compresses."""
 
     @property
     def backend(self) -> Backend:
@@ -268,8 +273,9 @@ def _check(manifest: Manifest) -> None:
     """Refuse a manifest with invalid or contradictory parts."""
     _check_names(manifest)
     _check_signature(manifest.signature)
-    if manifest.baseline is not None:
-        _check_signature(manifest.baseline.signature)
+    for facts in (manifest.baseline, manifest.module):
+        if facts is not None:
+            _check_signature(facts.signature)
     outputs, golden = len(manifest.signature.outputs), manifest.golden
     if not 1 <= golden.cases <= 1000 or not len(golden.scale) == len(golden.tolerance) == len(golden.measured) == outputs:
         raise IntegrityError(
@@ -302,7 +308,7 @@ def _check_names(manifest: Manifest) -> None:
             raise IntegrityError(
                 f"{MANIFEST} lists the file {name[:200]!r}, which is no name inside the artifact; it is not opened."
             )
-        if name not in (RUN, README, EVIDENCE, GOLDEN) and not name.startswith((f"{MODEL}/", f"{BASELINE}/")):
+        if name not in (RUN, README, EVIDENCE, GOLDEN) and not name.startswith((f"{MODEL}/", f"{BASELINE}/", f"{MODULE}/")):
             # a torch.py beside run.py would be imported instead of torch by scripts that run in the folder
             raise IntegrityError(f"{MANIFEST} lists the file {name[:200]!r}, which has no place in an artifact; remove it.")
         if facts.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", facts.sha256):

@@ -18,6 +18,7 @@ from trimtab.artifact.manifest import (
     EVIDENCE,
     GOLDEN,
     MODEL,
+    MODULE,
     README,
     RUN,
     BaselineFacts,
@@ -68,6 +69,7 @@ def fill(
     limits: Limits | None,
     baseline: Executable | None,
     baseline_backend: Backend | None,
+    module: Executable | None = None,
 ) -> None:
     """Write all files into the empty folder ``target``. Arguments as for :func:`trimtab.artifact.artifact.write_artifact`.
 
@@ -78,7 +80,8 @@ def fill(
     """
     _save(executable, target / MODEL)
     golden, errors = _measured(executable, golden, exact=recipe.exact)
-    facts, reason = _save_baseline(target, baseline, baseline_backend)
+    facts, reason = _save_torch(target, BASELINE, baseline, baseline_backend)
+    module_facts, module_reason = (None, None) if module is None else _save_torch(target, MODULE, module, None)
     golden.save(target / GOLDEN)
     write_json(target / EVIDENCE, evidence)
     manifest = Manifest(
@@ -94,6 +97,8 @@ def fill(
         ),
         baseline=facts,
         baseline_reason=reason,
+        module=module_facts,
+        module_reason=module_reason,
         environment=environment,
         evidence={name: to_json(evidence[name]) for name in SUMMARY if name in evidence},
         limits=limits,
@@ -166,23 +171,26 @@ def _fits(signature: Signature, case: Case) -> bool:
     return True
 
 
-def _save_baseline(
-    target: pathlib.Path, baseline: Executable | None, backend: Backend | None
+def _save_torch(
+    target: pathlib.Path, name: str, model: Executable | None, backend: Backend | None
 ) -> tuple[BaselineFacts | None, str | None]:
-    if baseline is None:
+    """Write ``model`` as a program of torch into the folder ``name``. Returns its facts, or the reason why it is not there."""
+    what = "original model" if name == BASELINE else "compressed network"
+    if model is None:
         return None, "The original model was not given when the artifact was written."
     used = backend or technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
-    folder = target / BASELINE
+    folder = target / name
     try:
-        _save(baseline, folder)
+        _save(model, folder)
     except CompileError as error:
         shutil.rmtree(folder)
-        return None, f"The original model cannot be exported, so its speed cannot be compared here: {error}"
-    size, model = (sum(f.stat().st_size for f in part.rglob("*") if f.is_file()) for part in (folder, target / MODEL))
-    if size > BASELINE_TIMES * model and size > BASELINE_MB * 1e6:
+        lost = "its speed cannot be compared" if name == BASELINE else "it cannot be trained further"
+        return None, f"The {what} cannot be exported, so {lost} here: {error}"
+    size, shipped = (sum(f.stat().st_size for f in part.rglob("*") if f.is_file()) for part in (folder, target / MODEL))
+    if size > BASELINE_TIMES * shipped and size > BASELINE_MB * 1e6:
         shutil.rmtree(folder)
         return (
             None,
-            f"The original model has {size / 1e6:.0f} MB, far more than the artifact's {model / 1e6:.0f} MB; it was left out.",
+            f"The {what} has {size / 1e6:.0f} MB, far more than the artifact's {shipped / 1e6:.0f} MB; it was left out.",
         )
-    return BaselineFacts(backend=to_json(used), signature=baseline.signature, settings=baseline.settings), None
+    return BaselineFacts(backend=to_json(used), signature=model.signature, settings=model.settings), None

@@ -66,6 +66,7 @@ def optimize_command(
     compress: Annotated[
         str, typer.Option(metavar="HOW", help="Smaller networks that are trained: auto, or some of prune,quantize,distill.")
     ] = "off",
+    train_budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for their trainings: 20m.")] = None,
     out: Annotated[
         pathlib.Path | None,
         typer.Option(parser=typed("runs/model"), metavar="FOLDER", help="Run folder; a study there goes on [runs/NAME]."),
@@ -99,6 +100,7 @@ def optimize_command(
     options: dict[str, Any] = {"budget": budget_s, "trials": trials, "objective": objective, "sampler": sampler, "out": out}
     options |= {
         "compress": compress,
+        "train_budget": None if train_budget is None else seconds(train_budget, "--train-budget"),
         "storage": storage,
         "fresh": fresh,
         "seed": seed,

@@ -50,8 +50,12 @@ class Candidate:
     """Examples for passes that train; ``None`` unless the study compresses."""
     teacher: nn.Module | None = None
     """The model as written, in evaluation mode. A pass that trains follows its outputs, and must not change it."""
+    student: nn.Module | None = None
+    """A smaller network of the user's own, in evaluation mode, which may take the model's place."""
     notes: tuple[str, ...] = ()
     """Sentences of passes for the trial, such as what was trained on."""
+    trained: tuple[Mapping[str, Any], ...] = ()
+    """Facts of each training that a pass made or loaded: updates, seconds, losses."""
 
     @classmethod
     def of(

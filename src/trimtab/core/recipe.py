@@ -43,6 +43,14 @@ class Recipe:
         return any(step.compresses for step in self.passes)
 
     @property
+    def training(self) -> Recipe | None:
+        """The passes up to the last one that trains, which recipes share; ``None`` if none does."""
+        last = max((i for i, step in enumerate(self.passes) if "training" in step.needs), default=None)
+        if last is None:
+            return None
+        return Recipe(passes=self.passes[: last + 1], backend=BACKENDS["eager"]())
+
+    @property
     def hash(self) -> str:
         """Twelve hexadecimal digits that identify this recipe."""
         return hashlib.sha256(dumps(self, indent=None).encode()).hexdigest()[:12]

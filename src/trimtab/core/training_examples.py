@@ -25,4 +25,4 @@ class TrainingExamples:
     digest: str
     """Hash of all inputs and targets. Trained weights are kept under it."""
     cached_only: bool = False
-    """Whether a pass may only load weights that an earlier trial trained."""
+    """Whether a pass may only load weights that the job of the study trained."""

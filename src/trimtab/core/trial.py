@@ -7,6 +7,7 @@ import enum
 from typing import ClassVar, Literal
 
 from trimtab.core.measurement import Comparison, Drop, Interval, Measurement, Parity
+from trimtab.core.network import Network
 from trimtab.core.recipe import Recipe
 
 
@@ -59,6 +60,8 @@ class Trial:
     torch; in training, of the updates."""
     cold_s: float | None = None
     """Seconds from start to first result in a fresh process, without imports; in training, to the end of the first update."""
+    network: Network | None = None
+    """What became of the layers, if the recipe compresses."""
     seconds: float = 0.0
     """Duration of the whole trial."""
     dims: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -150,6 +151,9 @@ class Workload:
     training: Training | None = None
     """How the model is trained, for :func:`trimtab.tune`. Required with ``mode="train"``, which needs no ``inputs``. With
     ``mode="infer"``, the data and the loss with which ``optimize(compress=...)`` trains smaller forms of the model."""
+    student: nn.Module | Callable[[], nn.Module] | None = None
+    """A smaller network of your own with the same inputs and outputs, or a function that builds it. ``optimize(compress=
+    "distill")`` trains it to follow the model, if it is faster."""
     seed: int = 0
     """Seed for splitting the data; in training also for the parameters and the order of the data."""
     notes: tuple[str, ...] = ()
@@ -163,6 +167,8 @@ class Workload:
             raise UsageError(f"Workload name {self.name!r} names a folder; use letters, digits, '.', '_' and '-'.")
         if not isinstance(self.model, nn.Module) and not callable(self.model):
             raise UsageError(f"Workload model is {of_type(self.model)}; give an nn.Module or a function that makes one.")
+        if self.student is not None and not isinstance(self.student, nn.Module) and not callable(self.student):
+            raise UsageError(f"Workload student is {of_type(self.student)}; give an nn.Module or a function that makes one.")
         if not isinstance(self.seed, int):
             raise UsageError(f"Workload seed is {self.seed!r}; give a whole number.")
         if self.mode not in ("infer", "train"):
@@ -261,13 +267,19 @@ class Workload:
         Raises:
             WorkloadError: the function returned something else than a module.
         """
-        model = self.model if isinstance(self.model, nn.Module) else self.model()
-        if not isinstance(model, nn.Module):
-            raise WorkloadError(
-                f"The workload's model function returned {of_type(model)}, not an nn.Module. Let it return the model."
-            )
-        allow_modes(model)
-        return model
+        return _built(self.model, "model")
+
+    def build_student(self) -> nn.Module | None:
+        """The student with the same weights in every process; ``None`` if there is none.
+
+        Raises:
+            WorkloadError: the function returned something else than a module.
+        """
+        if self.student is None:
+            return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return _built(self.student, "student")
 
     @property
     def stated_dims(self) -> dict[str, dict[int, Dim]] | None:
@@ -295,6 +307,16 @@ def _check_inputs(inputs: Any) -> None:
             f"The workload's inputs hold no tensor: they are {given if len(given) < 80 else given[:76] + ' ...'}. Give what "
             "the model is called with, such as inputs=images[:1]."
         )
+
+
+def _built(model: nn.Module | Callable[[], nn.Module], what: str) -> nn.Module:
+    found = model if isinstance(model, nn.Module) else model()
+    if not isinstance(found, nn.Module):
+        raise WorkloadError(
+            f"The workload's {what} function returned {of_type(found)}, not an nn.Module. Let it return the {what}."
+        )
+    allow_modes(found)
+    return found
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -95,6 +95,10 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None, *, compress
     if compress:
         training, told = training_examples(workload, splits, candidate.signature)
         candidate, notes = dataclasses.replace(candidate, training=training, teacher=model), [*notes, *told]
+    with user_code("The workload's student could not be built", "Call the function that makes it yourself."):
+        student = workload.build_student()
+    if student is not None:
+        candidate = dataclasses.replace(candidate, student=student.eval())
     if not candidate.signature.outputs:
         nothing = unflatten(candidate.signature.output_structure, [])
         raise WorkloadError(

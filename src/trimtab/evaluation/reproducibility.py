@@ -91,6 +91,9 @@ def fingerprint(subject: Subject, reference: Reference | None = None) -> str:
     digest = hashlib.blake2b(digest_size=8)
     outputs = () if reference is None else reference.outputs[0]
     _absorb(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
+    if (student := subject.candidate.student) is not None:
+        digest.update(str(student).encode())
+        _absorb(digest, student.state_dict().items())
     if reference is not None:
         evaluation = subject.workload.evaluation
         gated = None if evaluation is None else evaluation.outputs

@@ -80,6 +80,8 @@ class TrialRunner:
         }
         for left in (folder / SCRATCH).glob(".*"):  # left by workers that were killed
             shutil.rmtree(left, ignore_errors=True)
+        for left in (folder / SCRATCH).glob("*/.*.part"):
+            left.unlink(missing_ok=True)
 
     def limit_threads(self, threads: int | None) -> None:
         """From the next worker on, compute and time with at most ``threads`` threads; ``None`` stands for no limit."""

@@ -15,11 +15,11 @@ from trimtab._internal.files import out_of_space
 from trimtab._internal.serialization import write_json
 from trimtab._internal.text import LONGEST, shortened, with_fix
 from trimtab.errors import TrimtabError, WorkloadError
-from trimtab.execution.jobs import inference, training
+from trimtab.execution.jobs import compression, inference, training
 from trimtab.execution.process import DISK_FULL, JOB, LOG, RESULT, end_descendants
 from trimtab.execution.workload_transfer import AUTHKEY, authkey
 
-PRELOADED = (inference, training)
+PRELOADED = (inference, training, compression)
 """Job tables that are imported before a server forks; a job names its own."""
 
 

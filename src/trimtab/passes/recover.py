@@ -6,22 +6,16 @@ import copy
 import dataclasses
 import hashlib
 import json
-import os
-import pathlib
 import platform
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
+from trimtab._internal.files import out_of_space
 from trimtab._internal.text import counted
-from trimtab._internal.user_code import writing
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.settings import Settings
 from trimtab.core.technique import Choice, Pass
@@ -30,23 +24,22 @@ from trimtab.data.batches import Batch, joined, rows_of
 from trimtab.errors import CompileError, TrimtabError, UsageError
 from trimtab.passes.common.quantized import is_quantized
 from trimtab.passes.common.structure import difference, keep_zeros
+from trimtab.passes.common.trained_weights import FOLDER, Curve, Place
 from trimtab.tensors.weights import raw
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.loss.adapter import LossAdapter
+from trimtab.train.loss.adapter import LossAdapter, call
 from trimtab.train.loss.distillation import Distillation
 from trimtab.train.optim.schedules import one_cycle
 from trimtab.train.runtime.world import World
 from trimtab.train.trainer import Trainer
 
-FOLDER = "recovered"
-"""Folder in the candidate's scratch folder with trained weights, one file for each training."""
-FACTS = "trained"
-"""Key of the metadata in such a file."""
 RATE, RATE_ATTENTION = 5e-3, 2e-4
 """Largest learning rate of AdamW, and that for networks with attention or layer norms."""
 QUANTIZED_SHARE = 0.1
 """Share of that rate for a network that lost bits only. With all of it, a digits network went from a loss of 1e-4 to 2e-2."""
 BATCH, BATCH_ATTENTION = 64, 32
+CHECKPOINTS = 10
+"""Checkpoints of a training, from which it goes on if its process is killed."""
 SEED = 0
 _ERRORS: tuple[type[Exception], ...] = (TrimtabError, *MODEL_ERRORS)
 
@@ -116,16 +109,17 @@ class Recover(Pass):
             raise CompileError(str(self.blocked(candidate)))
         model = candidate.own_model()
         folder = None if candidate.scratch is None else candidate.scratch / FOLDER
-        path = None if folder is None else folder / f"{self._key(candidate, training)}.safetensors"
-        facts = None if path is None else _loaded(model, path)
+        place = None if folder is None else Place(folder, self._key(candidate, training))
+        facts = None if place is None else place.load(model)
         if facts is None:
             if training.cached_only:
                 raise CompileError(
-                    f"The weights that recover trained are gone from {path}. Only a trial trains: begin anew with --fresh."
+                    f"The weights that recover trained are gone from {folder}. Only the job of a study trains; the same "
+                    "optimize command runs it again."
                 )
-            facts = self._train(model, teacher, training)
-            if path is not None:
-                _write(model, path, facts)
+            facts = self._train(model, teacher, training, place)
+            if place is not None:
+                place.write(model, facts)
         model.eval()
         if (reason := difference(candidate, model)) is not None:
             raise CompileError(f"What recover trained is not usable: {reason}.")
@@ -134,7 +128,9 @@ class Recover(Pass):
             f"{counted(facts['updates'], 'update')} in {facts['seconds']:.1f} s; the loss on the held-out tenth went from "
             f"{facts['before']:.3g} to {facts['after']:.3g}."
         )
-        return dataclasses.replace(candidate, model=model, notes=(*candidate.notes, note))
+        facts |= {"file": None if place is None else place.weights.name}
+        notes, trained = (*candidate.notes, note), (*candidate.trained, facts)
+        return dataclasses.replace(candidate, model=model, notes=notes, trained=trained)
 
     def _key(self, candidate: Candidate, training: TrainingExamples) -> str:
         """A hash of all that decides the trained weights."""
@@ -150,18 +146,20 @@ class Recover(Pass):
                     digest.update(raw(tensor.detach().contiguous()).numpy().data)
         return digest.hexdigest()[:32]
 
-    def _train(self, model: nn.Module, teacher: nn.Module, training: TrainingExamples) -> dict[str, Any]:
-        """Train ``model`` in place; returns what the note says.
+    def _train(self, model: nn.Module, teacher: nn.Module, training: TrainingExamples, place: Place | None) -> dict[str, Any]:
+        """Train ``model`` in place, or go on from a checkpoint in ``place``; returns what the note says, and the losses.
 
         Raises:
             CompileError: the training fails, is cut off, or lowers no loss.
         """
-        begun = time.perf_counter()
+        curve = Curve(place, self.updates)
         attention = any(isinstance(part, (nn.LayerNorm, nn.MultiheadAttention, nn.RMSNorm)) for part in teacher.modules())
         rate, size = (RATE_ATTENTION, BATCH_ATTENTION) if attention else (RATE, BATCH)
         if is_quantized(model) and _matrix_weights(model) == _matrix_weights(teacher):  # nothing was removed
             rate *= QUANTIZED_SHARE
         labelled = _labelled(training)
+        if labelled:
+            _check_labels(teacher, training)
         loss = self._loss(copy.deepcopy(teacher), training)
         train, held_out = (_Batches(part, size, labelled) for part in (training.batches, training.held_out))
         _unfreeze(model)
@@ -178,25 +176,32 @@ class Recover(Pass):
                     early_stopping=EarlyStopping(patience=1_000_000),  # the schedule ends it; the best state is kept
                     progress=False,
                     world=World(),
+                    checkpoint=None if place is None else place.checkpoints,
+                    checkpoint_every=max(1, self.updates // CHECKPOINTS),
+                    callbacks=[curve],
+                    log_every=curve.every,
                 )
                 before = _mean(loss, model, held_out)
+                if place is not None:
+                    curve.resume(trainer.resume(missing_ok=True).position.update)
                 summary = trainer.fit(train, held_out, steps=self.updates)
                 after = _mean(loss, model, held_out)
             except _ERRORS as error:
+                if out_of_space(error):  # says nothing about the model: the study ends, and goes on from the checkpoint
+                    raise
                 raise CompileError(f"recover cannot train this model: {' '.join(str(error).split())[:400]}") from error
         if trainer.position.update < self.updates:
             raise CompileError(f"The training was cut off after {counted(trainer.position.update, 'update')}: {summary.ended}")
         if not after < before:
+            if place is not None:
+                place.clear()
             raise CompileError(
                 f"The training did not lower the loss on the held-out examples ({before:.3g} before, {after:.3g} after "
                 f"{counted(self.updates, 'update')}). Give more different inputs: Workload(training=Training(data=...))."
             )
         labels = "with labels" if labelled else "without labels"
-        seconds = time.perf_counter() - begun
-        return {
-            **{"examples": training.examples, "updates": self.updates, "labels": labels, "seconds": seconds},
-            **{"before": before, "after": after},
-        }
+        found = {"examples": training.examples, "labels": labels, "before": before, "after": after}
+        return curve.facts(self.updates) | found
 
     def _loss(self, teacher: nn.Module, training: TrainingExamples) -> Any:
         task = training.loss if _labelled(training) else None
@@ -217,6 +222,10 @@ class _Batches:
         self._whole, self._batches, self._size, self._labelled = whole, batches, size, labelled
         self._epoch = 0
 
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the epoch, as the Trainer asks."""
+        self._epoch = epoch
+
     def __len__(self) -> int:
         if self._whole is None:
             return len(self._batches)
@@ -224,7 +233,6 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(SEED + self._epoch)
-        self._epoch += 1
         if self._whole is None:
             order = torch.randperm(len(self._batches), generator=generator).tolist()
             chosen: Iterator[Batch] = (self._batches[i] for i in order)
@@ -242,6 +250,25 @@ def _labelled(training: TrainingExamples) -> bool:
     if training.loss is None or any(target is None for _, target in training.batches):
         return False
     return not LossAdapter(training.loss).calls_model
+
+
+def _check_labels(teacher: nn.Module, training: TrainingExamples) -> None:
+    """Call the user's loss once, on outputs of the original.
+
+    Raises:
+        CompileError: it does not take these labels.
+    """
+    assert training.loss is not None
+    inputs, target = training.batches[0]
+    try:
+        with torch.no_grad():
+            training.loss(call(teacher, inputs), target)
+    except _ERRORS as error:
+        why = " ".join(str(error).split())[:300].rstrip(".")
+        raise CompileError(
+            f"The loss of the training does not take the model's outputs with the labels of its data: {why}. Give labels that "
+            "loss(outputs, targets) takes, or leave loss=... out: smaller networks are trained without labels too."
+        ) from error
 
 
 def _is_classes(target: Any) -> bool:
@@ -274,29 +301,3 @@ def _mean(loss: Any, model: nn.Module, batches: _Batches) -> float:
             found, size = objective(model, batch)
             total, weight = total + float(found) * float(size), weight + float(size)
     return total / max(weight, 1.0)
-
-
-def _loaded(model: nn.Module, path: pathlib.Path) -> dict[str, Any] | None:
-    """Load weights that were trained before into ``model``; ``None`` if there are none, or not all of them."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts: dict[str, Any] = json.loads(file.metadata()[FACTS])
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-        return None
-    model.load_state_dict(state)
-    return facts
-
-
-def _write(model: nn.Module, path: pathlib.Path, facts: dict[str, Any]) -> None:
-    """Write the weights whole or not at all: a process that is killed leaves no file under that name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    os.close(handle)
-    try:
-        with writing():
-            save_file(state, name, metadata={FACTS: json.dumps(facts)})
-        os.replace(name, path)
-    finally:
-        pathlib.Path(name).unlink(missing_ok=True)

@@ -15,8 +15,8 @@ from markupsafe import Markup
 from trimtab._internal.text import plain
 from trimtab.errors import MissingPackageError
 from trimtab.report import charts as _charts
+from trimtab.report import compression, headline, leaders, operator_breakdown, reliability, request, trial_table
 from trimtab.report import formatting as words
-from trimtab.report import headline, leaders, operator_breakdown, reliability, request, trial_table
 from trimtab.report.logs import embedded
 from trimtab.report.roofline_chart import roofline
 from trimtab.study.record import Record
@@ -39,7 +39,10 @@ def html(record: Record, folder: pathlib.Path) -> str:
     )
     rows = trial_table.rows(record)
     placed = {point.row for point in _charts.points(record, rows)}
-    found = (_charts.ladder(record), _charts.pareto(record, rows), roofline(record))
+    found = (
+        *(_charts.ladder(record), _charts.pareto(record, rows), roofline(record)),
+        *(compression.curves(record), compression.tradeoff(record)),
+    )
     charts = {chart.name: chart for chart in found if chart is not None}
     scripts = {name: source(name) for name in ("theme", "app")} | {"plotly": _plotly()}
     page = pages.get_template("report.jinja").render(
@@ -49,6 +52,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
         verdict=headline,
         asked=request.asked(record),
         use=request.use(record, folder.name),
+        smaller=compression,
         beside=leaders.beside(record),
         waterfall=leaders.waterfall(record),
         why=operator_breakdown,

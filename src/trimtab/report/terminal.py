@@ -13,8 +13,8 @@ from itertools import islice
 
 from trimtab._internal.text import plain
 from trimtab.core.trial import State
+from trimtab.report import compression, headline, operator_breakdown, reliability, request
 from trimtab.report import formatting as words
-from trimtab.report import headline, operator_breakdown, reliability, request
 from trimtab.report.roofline_chart import SIDES, placed
 from trimtab.report.trial_table import Row, has_files, labelled, rows
 from trimtab.study.record import Record
@@ -61,7 +61,7 @@ class Screen:
 
 def text(record: Record, columns: int | None = None) -> str:
     """``record`` in at most 40 lines, the verdict first, for a terminal of ``columns``, of which at most 100 are used."""
-    sections = (_answer, _ladder, _trials, _reasons, _trusted, _again)
+    sections = (_answer, _ladder, _trials, _compressed, _reasons, _trusted, _again)
     for spare in SPARE:
         screen = Screen(words.columns(columns), spare)
         blocks = [block for section in sections if (block := list(section(record, screen)))]
@@ -116,6 +116,15 @@ def _trials(record: Record, screen: Screen) -> Iterator[str]:
 def _wide(speeds: Iterable[str]) -> int:
     """Columns that these speed-ups need."""
     return max([23, *map(len, speeds)])
+
+
+def _compressed(record: Record, screen: Screen) -> Iterator[str]:
+    if said := compression.untried(record):
+        yield from screen.wrapped(f"ELSE  {said}", 1, hang=6)
+    trial = compression.shown_form(record)
+    if trial is not None and trial.network is not None:
+        sizes = f"{words.share(trial.network.share, 0)} of the weights in {words.recipe(trial.recipe, record)}"
+        yield from screen.wrapped(f"SMALLER  {sizes}. {compression.spent(record) or ''}", 2, hang=9)
 
 
 def _figures(row: Row, record: Record) -> str:

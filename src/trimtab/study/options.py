@@ -30,6 +30,8 @@ class Options:
     are then removed too."""
     storage: str | None = None
     """URL of a database; ``None`` stands for an SQLite file in the run folder."""
+    train_s: float | None = None
+    """Seconds that all trainings of smaller networks may take; ``None`` limits each by :attr:`trial_s`."""
     trial_s: float = 600.0
     """Time limit of one trial, in seconds."""
     timing_s: float = 5.0
@@ -46,6 +48,11 @@ class Options:
             raise UsageError(f"objective is {self.objective!r}; it can be {known}.")
         if self.compress and self.sampler != "ladder":
             raise UsageError("compress needs the sampler ladder, which times smaller networks before it trains them.")
+        if self.train_s is not None and not self.compress:
+            raise UsageError(
+                "train_budget limits the training of smaller networks, which compress is off for: give compress='auto' "
+                "(--compress auto), or leave it out."
+            )
         if not isinstance(self.limits, Limits):
             raise UsageError(f"limits is {self.limits!r}; give trimtab.Limits, such as Limits(max_drop=0.01).")
         if self.limits.throughput is not None and self.objective != "throughput":

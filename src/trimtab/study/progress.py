@@ -15,6 +15,8 @@ if typing.TYPE_CHECKING:  # these import torch, which takes seconds
     from trimtab.study.record import Record
     from trimtab.study.samplers.ladder import Ask
 
+TELL_S = 10.0
+"""Seconds between two lines about a training."""
 INTERRUPTED = "interrupted: finishing with the best so far; press Ctrl-C again to stop at once"
 
 
@@ -42,6 +44,10 @@ class Progress:
     def ended(self, trial: Trial, record: Record) -> None:
         """A trial has ended and is stored."""
 
+    def training(self, update: int, updates: int, spent_s: float, budget_s: float | None) -> None:
+        """A smaller network is being trained, and has made ``update`` of ``updates``; all trainings took ``spent_s`` seconds of
+        ``budget_s``."""
+
     def interrupted(self) -> None:
         """The first Ctrl-C: the study ends with the best trial so far."""
         self.stage(INTERRUPTED)
@@ -57,6 +63,7 @@ class Printed(Progress):
         self._stage = ""
         self._waiting: collections.deque[str] = collections.deque()
         self._printing = False
+        self._told = self.since
 
     def write(self, line: str) -> None:
         """Print one line to the given stream, or to standard error. A closed stream does not end the search."""
@@ -90,6 +97,12 @@ class Printed(Progress):
         words = ": ".join(part for part in (outcome(trial), trial.reason) if part)
         self._say(f"           {trial.state.lower()} {words} [{trial.seconds:.0f} s]")
 
+    def training(self, update: int, updates: int, spent_s: float, budget_s: float | None) -> None:
+        """Print the progress of the training every ten seconds."""
+        if time.monotonic() - self._told >= TELL_S:
+            self._told = time.monotonic()
+            self._say(f"{self._clock()} {trained(update, updates, spent_s, budget_s)}")
+
     def _clock(self) -> str:
         passed = time.monotonic() - self.since
         left = "" if self.budget_s is None else f"/{self.budget_s:.0f}"
@@ -105,6 +118,12 @@ class Printed(Progress):
                 self.write(self._waiting.popleft())
         finally:
             self._printing = False
+
+
+def trained(update: int, updates: int, spent_s: float, budget_s: float | None) -> str:
+    """The progress of a training as text."""
+    of = "" if budget_s is None else f" of {budget_s:.0f} s"
+    return f"training: update {update} of {updates}; all trainings so far {spent_s:.0f} s{of}"
 
 
 def outcome(trial: Trial) -> str:

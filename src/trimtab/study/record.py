@@ -15,6 +15,7 @@ from trimtab.core.finding import Finding
 from trimtab.core.measurement import Drop
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import Mode, Technique
+from trimtab.core.trained import Trained
 from trimtab.core.trial import Trial
 from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
@@ -172,6 +173,12 @@ class Record:
     """What each step of the recipe that ships brought, from the trials of the search."""
     note: str | None = None
     """The user's own note on the study."""
+    trainings: tuple[Trained, ...] = ()
+    """The trainings of smaller networks, in order."""
+    compress: tuple[str, ...] = ()
+    """How smaller networks were asked for."""
+    train_s: float | None = None
+    """Seconds that these may take in all; ``None`` if nothing was said."""
     energy: Energy | None = None
     """Energy of a call of what ships and of the original, or the reason why it is unknown."""
 

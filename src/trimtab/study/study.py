@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab._internal.serialization import ESCAPED, dumps, from_json, to_json
+from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Workload
@@ -25,6 +26,7 @@ from trimtab.execution.workload_transfer import handed
 from trimtab.hardware.environment import Environment
 from trimtab.hardware.system import free_mb
 from trimtab.measure.host import others
+from trimtab.passes.student import Student
 from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
@@ -33,6 +35,7 @@ from trimtab.study.samplers.ladder import Ask, SearchState
 from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file
 from trimtab.study.task import InferenceTask, Task
+from trimtab.study.trainings import Trainings
 
 THREAD_LIMIT = "thread limit"
 """Key in the storage: the number of threads of the study, and what other processes used as it began."""
@@ -104,6 +107,8 @@ class Study:
         self.prepared = self._prepare()
         known = self.prepared
         self.notes += ranking.doubts(options.limits, known.score, known.share, known.least)
+        if "distill" in options.compress and (why := known.why_not(Recipe(passes=(Student(),), backend=BACKENDS["eager"]()))):
+            self.notes.append(f"Nothing is distilled: {why}")
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())
@@ -115,6 +120,7 @@ class Study:
             fresh=options.fresh,
         )
         self._keep_thread_limit()
+        self.trainings = Trainings(self.runner, self.storage, options, self.progress)
         self._trials = [trial for trial in self.storage.trials() if not self._deserves_another(trial)]
         self.notes += self.storage.notes
         self._end: float | None = None
@@ -221,6 +227,9 @@ class Study:
             notes=tuple(self.notes),
             refused=tuple(self.refused),
             mode=self.task.mode,
+            trainings=self.trainings.all,
+            compress=self.options.compress,
+            train_s=self.options.train_s,
         )
 
     def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None) -> Trial | None:
@@ -228,6 +237,9 @@ class Study:
         if reason := self._why_not(ask.recipe):
             return Trial(recipe=ask.recipe, state=State.SKIPPED, reason=reason, stage=ask.stage)
         self.progress.began(ask, len(self._trials))
+        ready = self.trainings.ensure(ask.recipe, deadline)
+        if not isinstance(ready, bool):
+            return None if ready is None else dataclasses.replace(ready, stage=ask.stage)
         trial = self.runner.trial(ask.recipe, self.plan(**self._to_reach(ask)), rivals, deadline)
         return None if trial is None else dataclasses.replace(trial, stage=ask.stage)
 
@@ -235,7 +247,7 @@ class Study:
         """Why ``recipe`` is not tried; ``None`` if it can be."""
         if self.thread_limit is not None and any("threads" in step.sets for step in recipe.passes):
             return "Other processes use this machine, where several threads cannot be timed."
-        return self.prepared.why_not(recipe)
+        return self.prepared.why_not(recipe) or self.trainings.why_not(recipe)
 
     def plan(self, *, seconds: float | None = None, width: float = 0.03, **reach: float) -> Plan:
         """How trials are checked and timed; ``reach`` has the thresholds for the first timing."""
@@ -261,7 +273,10 @@ class Study:
         """Whether to repeat a finished trial, because the package, time or memory that it lacked is available now."""
         if trial.state is State.SKIPPED:
             return not self._why_not(trial.recipe)
-        return ranking.has_more(trial, seconds=self.options.trial_s, memory_mb=self.runner.memory_mb)
+        trains = trial.state is State.STOPPED and trial.recipe.training is not None
+        return ranking.has_more(
+            trial, seconds=self.trainings.limit_s if trains else self.options.trial_s, memory_mb=self.runner.memory_mb
+        )
 
     def _to_reach(self, ask: Ask) -> dict[str, float]:
         """The duration of the timing, and thresholds for its first part, which the stages as_written and tuned do not have.
@@ -287,7 +302,7 @@ class Study:
         if deadline is None or not self._found_something() or self._why_not(ask.recipe):
             return True
         likely = ranking.likely_s(ask.recipe.backend, self._trials, self.baseline, self.runner.startup_s)
-        return time.monotonic() + likely <= deadline
+        return time.monotonic() + likely + self.trainings.likely_s(ask.recipe) <= deadline
 
     @property
     def _lost(self) -> bool:

@@ -186,6 +186,11 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
             f"The workload {workload.name!r} does not say how it is trained. Give it training=trimtab.Training(data=..., "
             "optimizer=..., loss=...)."
         )
+    if training.optimizer is None:
+        raise UsageError(
+            f"The training of the workload {workload.name!r} has no optimizer=..., which only compression can do without: give "
+            "a function of the parameters, such as torch.optim.AdamW."
+        )
     settings, notes = decided(training.settings)
     seeded(workload.seed if seed is None else seed)
     with user_code("The workload's data could not be loaded", "Go through the loader yourself once."):
@@ -274,7 +279,7 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
 def _trainer(workload: Workload, training: Training, settings: Settings, seed: int, **more: Any) -> Trainer:
     """A trainer of this process alone, even under a launcher: single-process trainings are compared."""
     seeded(seed)
-    assert training.optimizer is not None, "Workload refuses mode='train' without one"
+    assert training.optimizer is not None, "checked in prepared"
     return Trainer(
         built(workload),
         loss=copied(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # may have trained parameters

@@ -19,6 +19,7 @@ from trimtab._internal.serialization import dumps, from_json, to_json, write_jso
 from trimtab.artifact.artifact import Golden, open_artifact, write_artifact
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS, Executable
+from trimtab.core.candidate import Candidate
 from trimtab.core.check import CHECKS
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.finding import Finding
@@ -126,7 +127,7 @@ def prepared(job: Job) -> Subject:
             reproducibility.check_data(job, subject)
         else:
             materialize(subject, folder)
-    if job.get("kind") != "trial":  # what is confirmed, served and shipped is what a trial trained
+    if job.get("kind") != "train":  # what is tried, confirmed and shipped is what one job trained
         training = cached_only(subject.candidate.training)
         subject = dataclasses.replace(subject, candidate=dataclasses.replace(subject.candidate, training=training))
     if (limit := job.get("thread_limit")) is None:
@@ -403,32 +404,35 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
         figures["baseline_speedup"] = to_json(travels)
+    smaller = _compressed(found.recipe, subject)
     try:
         write_artifact(
             job["artifact"],
             executable=Shipped(executable, source / MODEL, trial.notes),
             recipe=found.recipe,
             workload_name=subject.workload.name,
-            golden=_vectors(found.recipe, subject, executable),
+            golden=Golden.of(smaller, executable.signature, [fresh(subject).leaves]),
             evidence=to_json(found) | figures,
             environment=Environment.from_json(job["environment"]),
             limits=plan.limits,
             baseline=original.compile(subject.candidate),
             baseline_backend=original,
+            module=original.compile(smaller) if found.recipe.compresses else None,
         )
     except ArtifactError as error:
         raise StorageError(str(error)) from error
 
 
-def _vectors(recipe: Recipe, subject: Subject, executable: Executable) -> Golden:
-    """Test vectors: the outputs of the model as written, or of the smaller network that was made of it.
+def _compressed(recipe: Recipe, subject: Subject) -> Candidate:
+    """The network that the recipe compresses the model to; the model as written if it does not.
 
-    Those of the original differ from a smaller network's by so much that a damaged file could pass.
+    Test vectors are its outputs. Those of the original differ from a smaller network's by so much that a damaged file could
+    pass.
     """
     candidate = subject.candidate
     for step in recipe.passes:
         candidate = step.apply(candidate) if step.compresses else candidate
-    return Golden.of(candidate, executable.signature, [fresh(subject).leaves])
+    return candidate
 
 
 def _is_share(subject: Subject, reference: Reference) -> bool:

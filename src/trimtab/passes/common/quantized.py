@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -66,6 +66,8 @@ def _squared_error(values: torch.Tensor, low: float, high: float) -> float:
 class Quantized(nn.Module):
     """What the quantized layers share: fixed ranges of activations, and a weight scale that follows the weight in training."""
 
+    bits: ClassVar[int] = 8
+    """Bits of a weight in computation."""
     weight_scale: torch.Tensor
     weight_zero: torch.Tensor
     ranges: tuple[tuple[float, int], tuple[float, int]]

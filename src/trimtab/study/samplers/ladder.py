@@ -12,6 +12,7 @@ from trimtab.core.backend import BACKENDS, Backend
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass, technique_from_json
 from trimtab.core.trial import State, Trial
+from trimtab.passes.student import Student
 from trimtab.study.samplers.quantization import UPDATES, given_back, layers_back, misses, trained_int8
 from trimtab.study.samplers.quantization import speed as _speed
 
@@ -188,6 +189,7 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         return
     steps = [step for step in search_space.compressing() if "auto" in facts.compress or step.name not in AUTO_ONLY]
     steps = steps if facts.tries("prune") else []
+    steps += [Student()] if facts.tries("distill") else []
     trained: set[tuple[Pass, Pass]] = set()
     for base in _fastest(done):
         best = base
@@ -205,8 +207,7 @@ def _ratios(
 ) -> Generator[Ask, None, Trial]:
     """Ask for ``step`` at each ratio on top of ``base``, mildest first. Returns the fastest trial that keeps the limit."""
     best, failures = base, 0
-    for keep in sorted(search_space.options(type(step), "keep"), reverse=True):
-        smaller: Pass = dataclasses.replace(step, keep=keep)  # type: ignore[call-arg]
+    for smaller in _smaller(step):
         untrained = dataclasses.replace(base.recipe, passes=(smaller, *base.recipe.passes))
         yield Ask("compressed", untrained)
         timed = done[untrained.hash]
@@ -230,11 +231,19 @@ def _ratios(
             if trial.state is State.COMPLETE and (trial.drop is None or trial.drop.decided):
                 best = trial
                 break
-            if trial.state in (State.FAILED, State.SKIPPED):
+            if trial.state in (State.FAILED, State.SKIPPED) or trial.ended_by is not None:
                 return best
         else:
             return best
     return best
+
+
+def _smaller(step: Pass) -> list[Pass]:
+    """``step`` at each share that it may keep, mildest first; ``step`` itself if it has no choice."""
+    if "keep" not in step.choices():
+        return [step]
+    shares = sorted(search_space.options(type(step), "keep"), reverse=True)
+    return [dataclasses.replace(step, keep=keep) for keep in shares]  # type: ignore[call-arg]
 
 
 def _less_precise(base: Trial, best: Trial, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:

@@ -1,0 +1,133 @@
+"""Trained weights in a study's folder: one file for each training, and beside it the state of a training that is not done."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import time
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from trimtab._internal.serialization import write_json
+from trimtab._internal.user_code import writing
+from trimtab.train.telemetry.events import Event, Progressed, Validated
+
+FOLDER = "recovered"
+"""Folder in the candidate's scratch folder with trained weights."""
+FACTS = "trained"
+"""Key of the metadata in a file of weights."""
+POINTS = 20
+"""Points of the curve of the training loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The files of one training, under the hash of everything that decides its result."""
+
+    folder: pathlib.Path
+    key: str
+
+    @property
+    def weights(self) -> pathlib.Path:
+        """The trained weights. The file is there once the training is done."""
+        return self.folder / f"{self.key}.safetensors"
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        """Checkpoints of a training that is not done."""
+        return self.folder / f"{self.key}.checkpoints"
+
+    @property
+    def progress(self) -> pathlib.Path:
+        """Updates, seconds and losses of a training that is not done."""
+        return self.folder / f"{self.key}.json"
+
+    def load(self, model: nn.Module) -> dict[str, Any] | None:
+        """Load the weights into ``model``; returns the facts of the training, or ``None`` if not all is there."""
+        try:
+            with safe_open(self.weights, framework="pt") as file:
+                facts: dict[str, Any] = json.loads(file.metadata()[FACTS])
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            return None
+        model.load_state_dict(state)
+        return facts
+
+    def write(self, model: nn.Module, facts: dict[str, Any]) -> None:
+        """Write the weights whole or not at all, and remove what a training that is not done needs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
+        part = self.folder / f".{self.key}.part"  # one name, so that a process that was killed leaves nothing behind
+        try:
+            with writing():
+                save_file(state, part, metadata={FACTS: json.dumps(facts)})
+            os.replace(part, self.weights)
+        finally:
+            part.unlink(missing_ok=True)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove the state of a training that is not done."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        self.progress.unlink(missing_ok=True)
+
+
+class Curve:
+    """A callback of the Trainer that keeps the losses, and writes them where another process can read them.
+
+    Args:
+        place: where the training is kept; ``None`` keeps the losses in memory only.
+        updates: updates of the whole training.
+    """
+
+    def __init__(self, place: Place | None, updates: int) -> None:
+        self.place, self.updates = place, updates
+        self.every = max(1, updates // POINTS)
+        self.losses: list[tuple[int, float]] = []
+        """Mean loss of the updates since the point before, in training mode."""
+        self.held_out: list[tuple[int, float]] = []
+        self._before = 0.0
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before an interruption included."""
+        return self._before + time.perf_counter() - self._begun
+
+    def resume(self, update: int) -> None:
+        """Go on at ``update`` with what was written before."""
+        known = read_progress(None if self.place is None else self.place.progress)
+        self._before = float(known.get("seconds", 0.0))
+        for name in ("losses", "held_out"):
+            setattr(self, name, [(int(at), float(loss)) for at, loss in known.get(name, ()) if at <= update])
+
+    def __call__(self, trainer: Any, event: Event) -> None:
+        """Keep the losses of ``event``."""
+        if isinstance(event, Progressed):
+            self.losses.append((event.update, event.loss))
+        elif isinstance(event, Validated):
+            self.held_out.append((event.update, event.metrics["loss"]))
+        else:
+            return
+        if self.place is not None:
+            write_json(self.place.progress, self.facts(event.update))
+
+    def facts(self, update: int) -> dict[str, Any]:
+        """The state of the training after ``update`` updates."""
+        known = {"update": update, "updates": self.updates, "seconds": self.seconds}
+        return known | {"losses": self.losses, "held_out": self.held_out}
+
+
+def read_progress(path: pathlib.Path | None) -> dict[str, Any]:
+    """What :class:`Curve` wrote to ``path``; empty if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if path is not None:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {}
