@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab.artifact.artifact import Golden, replay, write_artifact
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
+from trimtab.core.limits import Limits
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError
+from trimtab.hardware.environment import Environment
 from trimtab.passes.common.quantized import Quantized, float_twin
 from trimtab.passes.common.sensitivity import FOLDER, sensitivities
 from trimtab.passes.fake_quant import FakeQuant
@@ -86,13 +89,25 @@ def test_runtimes_run_it_in_int8_and_it_is_not_quantized_again(given, tmp_path) 
     quantized = FakeQuant(float_layers=1).apply(given)
     assert len(list(layers(quantized.model))) == 3
     wanted = quantized.model(*given.args).detach()
-    size = {}
     for name, said in (("onnxruntime", "int8: "), ("openvino", " in u8")):
         executable = BACKENDS[name]().compile(quantized)
         assert any(said in note for note in executable.notes), executable.notes
         torch.testing.assert_close(executable(*given.args), wanted, rtol=0, atol=0.05 * float(wanted.abs().max()))
-        (tmp_path / name).mkdir()
-        size[name] = sum((tmp_path / name / file).stat().st_size for file in executable.save(tmp_path / name))
+        made = write_artifact(
+            tmp_path / name,
+            executable=executable,
+            recipe=Recipe(passes=(FakeQuant(float_layers=1),), backend=BACKENDS[name]()),
+            workload_name="tied",
+            golden=Golden.of(quantized, executable.signature),
+            evidence={},
+            environment=Environment.capture(),
+            limits=Limits(),
+            baseline=None,
+        )
+        parity = replay(made.load(), made.golden(), made.manifest)
+        assert parity.ok, parity.reason
+        rounding = float((wanted - given.model(*given.args)).detach().abs().max())
+        assert parity.tolerance[0] < rounding, "verify would not see the rounding"
         executable.close()
     backend = BACKENDS["onnxruntime"](precision="int8_static")
     said = Recipe(passes=(FakeQuant(),), backend=backend).why_not(given)

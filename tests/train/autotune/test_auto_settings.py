@@ -416,7 +416,7 @@ def test_a_live_line_in_a_terminal() -> None:
         assert str(view.line()).startswith("epoch 5 of 5 · ")  # type: ignore[attr-defined]
         made.position.epoch = 5  # complete, as a run that is resumed after its last epoch
         assert str(view.line()).startswith("epoch 5 of 5 · ")  # type: ignore[attr-defined]
-    assert "epoch 1 · update 4 of 6 · loss 0.5 · 8 examples/s · forward 60%, backward 35%" in file.getvalue()
+    assert "epoch 5 of 5 · update 4 of 6 · loss 0.5 · 8 examples/s · forward 60%, backward 35%" in file.getvalue()
 
 
 def test_what_is_printed_beside_a_live_line_goes_into_the_file_that_standard_output_is(

@@ -149,8 +149,8 @@ def test_accumulated_batches_of_unequal_size_count_by_their_examples() -> None:
     torch.testing.assert_close(model.weight, whole.weight)
 
 
-def test_lbfgs_by_its_closure() -> None:
-    """Equal to the bit with a loss of outputs and targets, with a driving function, and by hand."""
+def test_lbfgs_by_its_closure(tmp_path: pathlib.Path) -> None:
+    """Equal to the bit with a loss of outputs and targets, with a driving function, by hand, and resumed."""
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(2))
     pairs = [(x, x.square().sum(1, keepdim=True))]
 
@@ -189,6 +189,15 @@ def test_lbfgs_by_its_closure() -> None:
         torch.testing.assert_close(
             model.state_dict(), hand.state_dict(), rtol=0 if accumulate == 1 else 1e-3, atol=1e-4 * (accumulate - 1)
         )
+    killed = Trainer(made(), loss=nn.MSELoss(), optimizer=lbfgs, checkpoint=tmp_path, checkpoint_every=1).updates(
+        pairs, epochs=4
+    )
+    next(killed)
+    next(killed)
+    killed.close()
+    resumed = Trainer(made(), loss=nn.MSELoss(), optimizer=lbfgs, checkpoint=tmp_path).resume()
+    resumed.fit(pairs, epochs=4)
+    torch.testing.assert_close(resumed.model.state_dict(), hand.state_dict(), rtol=0, atol=0)
     with pytest.raises(UsageError, match="LBFGS computes the loss several times per update.*bfloat16"):
         Trainer(made(), loss=nn.MSELoss(), optimizer=lbfgs, settings=Settings(precision=PrecisionSettings(autocast="float16")))
     with pytest.raises(WorkloadError, match="a closure, which computes one batch anew, in an update of 2 batches"):

@@ -151,6 +151,18 @@ def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.T
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            else:
+                values[name] = _aligned(value)
+
+
+def _aligned(value: Any) -> Any:
+    """Copies of tensors that do not begin at a multiple of 64 bytes, as a checkpoint's need not.
+
+    The last bit of a dot product depends on that, and LBFGS steps by those of its state.
+    """
+    if type(value) is torch.Tensor and value.layout == torch.strided:
+        return value.clone() if value.data_ptr() % 64 else value
+    return [_aligned(item) for item in value] if type(value) is list else value
 
 
 def _undo_casts(
