@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab._internal.serialization import to_json, write_json
+from trimtab.core.diagnosis import LOSSES_STAY
 from trimtab.core.measurement import Interval
 from trimtab.hardware.environment import Environment
 from trimtab.measure.host import Host, foreign, others
@@ -197,8 +198,9 @@ class Row:
 
     @property
     def claimed(self) -> list[str]:
-        """Gains that are claimed for a script with nothing wrong."""
-        sure = [f for f in self.findings if f["gain"] and f["gain"]["low"] > 1 and f["gain"]["value"] >= 1.05]
+        """Gains that are claimed for a script with nothing wrong. What changes the losses is another training, and no claim."""
+        same = [f for f in self.findings if f["gain"] and f["losses"] in LOSSES_STAY]
+        sure = [f for f in same if f["gain"]["low"] > 1 and f["gain"]["value"] >= 1.05]
         return [f"{f['rule']} {f['gain']['value']:.2f}x" for f in sure if not self.script.checks]
 
     @property
