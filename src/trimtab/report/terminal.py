@@ -111,6 +111,8 @@ def _trials(record: Record, screen: Screen) -> Iterator[str]:
         yield from screen.row(f"{mark} {words.speed(row.trial.speedup):<{speed}} {_figures(row, record)}", row.recipe)
     for row in islice((row for row in found if row.trial.state in (State.FAILED, State.MISMATCH)), 3):
         yield from screen.wrapped(f"! {row.trial.state} {row.recipe}: {row.reason}", 1, hang=4)
+    if compression.untried(record):
+        yield from screen.wrapped("Not tried: smaller networks (--compress auto).", 1)
 
 
 def _wide(speeds: Iterable[str]) -> int:
@@ -119,8 +121,6 @@ def _wide(speeds: Iterable[str]) -> int:
 
 
 def _compressed(record: Record, screen: Screen) -> Iterator[str]:
-    if said := compression.untried(record):
-        yield from screen.wrapped(f"ELSE  {said}", 1, hang=6)
     trial = compression.shown_form(record)
     if trial is not None and trial.network is not None:
         sizes = f"{words.share(trial.network.share, 0)} of the weights in {words.recipe(trial.recipe, record)}"
