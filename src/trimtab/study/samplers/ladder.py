@@ -81,8 +81,8 @@ class Sampler(abc.ABC):
 
 
 class Ladder(Sampler):
-    """Try in order: as written, tuned eager, every backend lossless, less precision where promising, smaller networks
-    if asked for, then knobs.
+    """Try in order: as written, tuned eager, each runtime lossless, with less precision where promising, smaller networks if
+    asked for, then knobs and compilers.
 
     Each step depends only on the finished trials, so that a killed study resumes where it stopped.
     """
@@ -104,6 +104,7 @@ class Ladder(Sampler):
         # runtimes with their own graph do not depend on the tuning of eager, and bring most of the gain
         yield from _lossless(runtimes, plain)
         yield from _precision(runtimes, plain, done, facts)
+        yield from _compressed(done, facts)  # before what gains a few percent, so that a short budget reaches it
         threads = [knob for knob in search_space.knobs() if "threads" in knob.sets]
         for exact_only in (False, True):  # the best may be best by noise
             if _is_quick(_best(done, facts, exact_only=exact_only)):
