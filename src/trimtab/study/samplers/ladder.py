@@ -24,6 +24,8 @@ COMPRESSED_ON = 2
 """Most runtimes on which smaller networks are tried."""
 PAYS = 1.15
 """Least gain of a harder ratio over the milder one, below which it is not trained."""
+CLOSE = 0.5
+"""Share of the accuracy limit. A trained network whose drop may be larger is trained for longer."""
 MOST_TRAININGS = 3
 """Most trainings of networks that one pass has made smaller."""
 AUTO_ONLY = frozenset({"drop_layers"})
@@ -231,7 +233,8 @@ def _ratios(
             trial = done[recipe.hash]
             if trial.state is State.COMPLETE and (trial.drop is None or trial.drop.decided):
                 best = trial
-                break
+                if trial.drop is None or trial.drop.limit is None or trial.drop.upper <= CLOSE * trial.drop.limit:
+                    break  # else it is trained for longer, because on other data it may well miss the limit
             if trial.state in (State.FAILED, State.SKIPPED) or trial.ended_by is not None:
                 return best
         else:
