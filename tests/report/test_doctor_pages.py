@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 
-from _diagnoses import diagnosis, record
+from _diagnoses import FUSED, WORKERS, diagnosis, record
 from trimtab._internal.serialization import dumps, from_json
 from trimtab.core.diagnosis import Diagnosis, Patch
-from trimtab.report.doctor_page import html
+from trimtab.core.measurement import Interval
+from trimtab.probe.counterfactuals import Outcome
+from trimtab.probe.tuning import TunedScript
+from trimtab.report.doctor_page import html, tuned_html
 from trimtab.report.doctor_text import text
 from trimtab.report.doctor_trace import trace
 
@@ -52,6 +56,27 @@ def test_the_page_needs_no_network_and_shows_everything() -> None:
     assert "https://" not in page
     for part in ("57 of 100", "wait for DataLoader", "train.py:18", "aten::mkldnn_convolution", "+++ b/train.py", "polyline"):
         assert part in page
+
+
+def test_the_page_of_tune_has_every_setting_with_its_gain() -> None:
+    gone = Outcome(settings=WORKERS, failed="It crashed: OSError: no <workers>")
+    fused = Outcome(settings=FUSED, gain=Interval(1.03, 0.99, 1.07), losses="equal")
+    path = pathlib.Path("trimtab.toml")
+    found = TunedScript(
+        record=record(),
+        outcomes=(fused, gone),
+        kept=FUSED,
+        confirmed=fused,
+        configuration=None,
+        path=path,
+        folder=path,
+        seconds=9.0,
+    )
+    page = tuned_html(found)
+    assert "python train.py --epochs 1: it stays as written" in page
+    for part in ("fused optimizer", "1.03x (0.99 to 1.07)", "not sure", "no &lt;workers&gt;"):
+        assert part in page
+    assert "https://" not in page
 
 
 def test_the_trace_is_one_step_in_microseconds() -> None:

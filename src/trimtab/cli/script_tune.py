@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trimtab._internal.files import typed
-from trimtab._internal.serialization import dumps
+from trimtab._internal.serialization import dumps, write_text
 from trimtab._internal.units import seconds
 from trimtab.cli._lazy import late
 from trimtab.cli._script import Module, Words, command_of, is_workload, lines
@@ -65,5 +65,7 @@ def tune_command(
         in_place=in_place,
         on_progress=lines(limit_s),
     )
-    typer.echo(dumps(found) if json else found)
+    report = found.folder / "report.html"
+    write_text(report, late("report.doctor_page").tuned_html(found))
+    typer.echo(dumps(found) if json else f"{found}\nreport: {report}")
     return 0

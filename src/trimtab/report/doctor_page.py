@@ -1,4 +1,4 @@
-"""A diagnosis, and a profile, as one self-contained HTML file."""
+"""A diagnosis, a tuned script, and a profile, each as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def html(diagnosis: Diagnosis) -> str:
         steps=doctor_trace.curve(tuple(enumerate(record.times_ms))),
         longest=longest,
     )
+
+
+def tuned_html(tuned: Any) -> str:
+    """A :class:`~trimtab.probe.tuning.TunedScript` as a page that fetches nothing."""
+    confirmed = tuned.confirmed
+    kept = tuned.configuration is not None and confirmed is not None and confirmed.gain is not None
+    name = shlex.join(tuned.record.command)
+    return _rendered("tuned.jinja", tuned=tuned, record=tuned.record, confirmed=confirmed, kept=kept, name=name)
 
 
 def profile_html(profile: Any) -> str:
