@@ -363,11 +363,16 @@ def answers_after_sigterm(server: Server) -> list[int]:
     tensor = {"name": "x", "shape": [4000, 16], "datatype": "FP32", "parameters": {"binary_data_size": len(rows)}}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
     clients = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=60) for _ in range(16)]
+    instances = server.instances
+    for instance in instances:
+        instance.suspend()  # so that the requests wait, however fast the machine is
     for one in clients:
         one.request("POST", "/v2/models/net/infer", head + rows, {"Inference-Header-Content-Length": str(len(head))})
     while server.waiting < 8:
         time.sleep(0.002)
     server.process.terminate()
+    for instance in instances:
+        instance.resume()
     return [one.getresponse().status for one in clients]
 
 

@@ -21,6 +21,7 @@ from trimtab.serve.traces import Record, Tracer
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
 
 JSON, TEXT, HTML = b"application/json", b"text/plain; version=0.0.4; charset=utf-8", b"text/html; charset=utf-8"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
@@ -64,7 +65,7 @@ class Application:
             raise RuntimeError("Only HTTP is served here.")
         given, record = _header(scope, REQUEST_ID), Record()
         request = request_id(None if given is None else given.decode("latin-1"))
-        status = await self._respond(scope, receive, _tagging(send, request), record)
+        status = await self._respond(scope, receive, send, record, (REQUEST_ID, request.encode()))
         if status == 200 and scope["method"] != "POST":
             return
         if self._repository.options.log_requests:
@@ -79,19 +80,19 @@ class Application:
             }
             self._tracer.add(f"HTTP {scope['method']}", status, record, carrier, said | {"trimtab.request_id": request})
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send, record: Record) -> int:
-        """Answer one request. Returns the status, and adds to ``record`` what a log and a trace tell."""
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, record: Record, tag: Header) -> int:
+        """Answer a request, with the header ``tag``. Returns the status, and adds to ``record`` what a log and a trace tell."""
         try:
             words = scope["path"].split("/")[1:]
             self._authorize(scope, words)
             if words[-1] == "infer" and words[:2] == ["v2", "models"]:
-                await self._infer(words[2:-1], scope, receive, send, record)
+                await self._infer(words[2:-1], scope, receive, send, record, tag)
                 return 200
             status, body, kind = await self._other(words, scope, receive)
-            await _answer(send, status, [body], kind, [POLICY] if kind is HTML else [])
+            await _answer(send, status, [body], kind, [tag, POLICY] if kind is HTML else [tag])
             return status
         except Refusal as refusal:
-            extra = [] if refusal.retry_after is None else [(b"retry-after", str(refusal.retry_after).encode())]
+            extra = [tag] if refusal.retry_after is None else [tag, (b"retry-after", str(refusal.retry_after).encode())]
             if refusal.status == 401:
                 extra.append((b"www-authenticate", b"Bearer"))
             if isinstance(refusal, WrongMethod):
@@ -111,7 +112,7 @@ class Application:
         if not hmac.compare_digest(_header(scope, b"authorization") or b"", self._token):
             raise Refusal(401, "This server wants a token. Send the header Authorization: Bearer TOKEN.")
 
-    async def _infer(self, words: list[str], scope: Scope, receive: Receive, send: Send, record: Record) -> None:
+    async def _infer(self, words: list[str], scope: Scope, receive: Receive, send: Send, record: Record, tag: Header) -> None:
         _only(scope, "POST")
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
@@ -139,9 +140,10 @@ class Application:
         parts, json_length = write_response(head, asked, deployment.interface.outputs, answer.tensors, answer.shapes)
         deployment.metrics.answered(time.perf_counter() - start, answer.queue_s, answer.compute_s)
         if json_length is None:
-            await _answer(send, 200, parts, JSON)
+            await _answer(send, 200, parts, JSON, [tag])
         else:
-            await _answer(send, 200, parts, b"application/octet-stream", [(HEADER_LENGTH.encode(), str(json_length).encode())])
+            length_header = (HEADER_LENGTH.encode(), str(json_length).encode())
+            await _answer(send, 200, parts, b"application/octet-stream", [tag, length_header])
 
     async def _other(self, words: list[str], scope: Scope, receive: Receive) -> tuple[int, bytes, bytes]:
         """Status, body and content type of every route but infer."""
@@ -287,18 +289,6 @@ def _own_site(scope: Scope) -> None:
         )
 
 
-def _tagging(send: Send, request: str) -> Send:
-    """``send`` that gives the answer the id of its request."""
-    tag = (REQUEST_ID, request.encode())
-
-    async def tagged(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"].append(tag)
-        await send(message)
-
-    return tagged
-
-
 def _header(scope: Scope, name: bytes) -> bytes | None:
     for key, value in scope["headers"]:
         if key == name:
@@ -341,7 +331,7 @@ async def _body(scope: Scope, receive: Receive, most: int) -> Bytes:
     raise Gone
 
 
-async def _answer(send: Send, status: int, parts: list[Bytes], kind: bytes, extra: Iterable[tuple[bytes, bytes]] = ()) -> None:
+async def _answer(send: Send, status: int, parts: list[Bytes], kind: bytes, extra: Iterable[Header]) -> None:
     body = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *extra]
     await send({"type": "http.response.start", "status": status, "headers": headers})
