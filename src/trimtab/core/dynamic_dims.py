@@ -110,7 +110,7 @@ def check_stated(dynamic: Any) -> None:
     """Refuse a ``Workload(dynamic=)`` that is not ``{"input name": {axis: "dimension name" or Dim}}``, such as torch's forms.
 
     Raises:
-        UsageError: it is.
+        UsageError: it has another form.
     """
     form = 'Give {"name of the input": {0: "batch"}}, where a trimtab.Dim in place of the text states bounds.'
     if dynamic is None:
