@@ -72,8 +72,8 @@ def test_the_page_of_tune_has_every_setting_with_its_gain() -> None:
         folder=path,
         seconds=9.0,
     )
-    page = tuned_html(found)
-    assert "python train.py --epochs 1: it stays as written" in page
+    page = tuned_html(found, "train.py --epochs 1")
+    assert "train.py --epochs 1: it stays as written" in page
     for part in ("fused optimizer", "1.03x (0.99 to 1.07)", "not sure", "no &lt;workers&gt;"):
         assert part in page
     assert "https://" not in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 from typing import Annotated
 
 import typer
@@ -66,6 +67,6 @@ def tune_command(
         on_progress=lines(limit_s),
     )
     report = found.folder / "report.html"
-    write_text(report, late("report.doctor_page").tuned_html(found))
+    write_text(report, late("report.doctor_page").tuned_html(found, shlex.join(late("probe.configuration").spoken(command))))
     typer.echo(dumps(found) if json else f"{found}\nreport: {report}")
     return 0

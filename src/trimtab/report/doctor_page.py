@@ -43,11 +43,10 @@ def html(diagnosis: Diagnosis) -> str:
     )
 
 
-def tuned_html(tuned: Any) -> str:
-    """A :class:`~trimtab.probe.tuning.TunedScript` as a page that fetches nothing."""
+def tuned_html(tuned: Any, name: str) -> str:
+    """A :class:`~trimtab.probe.tuning.TunedScript` as a page that fetches nothing. ``name`` is its command line."""
     confirmed = tuned.confirmed
     kept = tuned.configuration is not None and confirmed is not None and confirmed.gain is not None
-    name = shlex.join(tuned.record.command)
     return _rendered("tuned.jinja", tuned=tuned, record=tuned.record, confirmed=confirmed, kept=kept, name=name)
 
 
