@@ -98,7 +98,7 @@ def ladder(record: Record) -> Chart | None:
         "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
     }
     labels = [_label(name, words.rung_speed(rung)) for name, (rung, _) in zip(names, rungs, strict=True)]
-    said = "; ".join(f"{name} {words.rung_speed(rung)}" for name, (rung, _) in zip(names, rungs, strict=True))
+    description = "; ".join(f"{name} {words.rung_speed(rung)}" for name, (rung, _) in zip(names, rungs, strict=True))
     layout = {
         "xaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.06 * reach], "ticksuffix": "x"},
         "yaxis": {"autorange": "reversed", "showgrid": False},
@@ -106,7 +106,9 @@ def ladder(record: Record) -> Chart | None:
         "shapes": [_line(x=1.0, colour="@grid-strong")],
         "showlegend": False,
     }
-    return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 90 + 62 * len(rungs))
+    return Chart(
+        "ladder", f"Speed-up of each rung over the model as written: {description}.", [bars], layout, 90 + 62 * len(rungs)
+    )
 
 
 def _usable(found: Interval | None) -> bool:

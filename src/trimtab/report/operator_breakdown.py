@@ -115,7 +115,7 @@ def _summary(found: Explanation, *, several: bool) -> Iterator[str]:
         )
 
 
-def left(record: Record) -> str:
+def slowest(record: Record) -> str:
     """The operator with most of the remaining time, in a sentence; empty if unknown."""
     found = record.explanations.get("best") or record.explanations.get("as_written")
     rows = [] if found is None else [row for row in found.operators if words.known(row.share) is not None]
@@ -144,12 +144,12 @@ def _roof_line(name: str, found: Explanation) -> tuple[str, ...]:
     return (*head, words.digits(place.intensity), reached, words.share(place.share, 0), place.bound)
 
 
-def said(record: Record) -> list[str]:
+def runtime_notes(record: Record) -> list[str]:
     """Messages of the runtime about what ships: operators that it could not run natively, sizes that it could not keep."""
     return [] if record.winner is None else words.some(record.winner.notes)
 
 
-def nothing(record: Record) -> str:
+def no_notes(record: Record) -> str:
     """The meaning of no messages: only some runtimes report which operators they could not run natively."""
     if record.winner is None:
         return "Nothing ships yet, or nothing ships at all."

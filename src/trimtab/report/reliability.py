@@ -58,8 +58,8 @@ def _refused(record: Record) -> Iterator[Fact]:
         if found != record.confirmation:
             log = f" ({words.clipped(found.log, 120)})" if found.log else ""
             reason = found.reason or "the log says why"
-            told = any(reason.rstrip(".") in text for text in (record.sentence, *record.notes))
-            why = "" if told else f": {words.clipped(reason, 400)}"  # the verdict or a note says it
+            known = any(reason.rstrip(".") in text for text in (record.sentence, *record.notes))
+            why = "" if known else f": {words.clipped(reason, 400)}"  # the verdict or a note says it
             yield "refused when measured again", f"{words.clipped(str(found.recipe), 200)}{why}{log}"
 
 

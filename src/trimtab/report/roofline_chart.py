@@ -39,7 +39,7 @@ def roofline(record: Record) -> Chart | None:
     roofs.sort(key=lambda roof: roof[:2] in under)  # used roofs are drawn last, above the others
     data = [_roof(*roof, under.get(roof[:2], []), low, high) for roof in roofs]
     data += [_model(name, place) for name, _, place in models]
-    said = "; ".join(
+    description = "; ".join(
         f"{SIDES[name]} reaches {words.digits(place.achieved)} of {words.digits(place.attainable)} billion operations a second "
         f"({words.share(place.share, 0)}), bound by {place.bound}"
         for name, _, place in models
@@ -51,7 +51,7 @@ def roofline(record: Record) -> Chart | None:
         "hovermode": "closest",
         "annotations": _labels([(*roof[:3], under[roof[:2]]) for roof in roofs if roof[:2] in under]),
     }
-    return Chart("roofline", f"Roofline of this machine with the models on it: {said}.", data, layout, 430)
+    return Chart("roofline", f"Roofline of this machine with the models on it: {description}.", data, layout, 430)
 
 
 def _under(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> dict[tuple[str, int], list[str]]:
