@@ -44,18 +44,17 @@ def sides(record: Record) -> list[Side]:
     """The original and the winner, if they were profiled."""
     found = {name: record.explanations[name] for name in SIDES if name in record.explanations}
     longest = max((bar.self_ms for each in found.values() for bar in _shown(each)), default=0.0)
-    return [_side(SIDES[name], each, longest, several=words.alone(record)) for name, each in found.items()]
-
-
-def _side(title: str, found: Explanation, longest: float, *, several: bool) -> Side:
-    return Side(
-        title=title,
-        recipe=plain(found.recipe),
-        source=plain(found.source),
-        bars=tuple(_bar(each, longest) for each in _shown(found)),
-        summary=" ".join(_summary(found, several=several)),
-        notes=tuple(words.some(found.notes)),
-    )
+    return [
+        Side(
+            title=SIDES[name],
+            recipe=plain(each.recipe),
+            source=plain(each.source),
+            bars=tuple(_bar(row, longest) for row in _shown(each)),
+            summary=" ".join(_summary(each, several=words.alone(record))),
+            notes=tuple(words.some(each.notes)),
+        )
+        for name, each in found.items()
+    ]
 
 
 def _shown(found: Explanation) -> list[OperatorTime]:
