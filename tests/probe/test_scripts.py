@@ -62,7 +62,7 @@ def test_edits_by_hand_apply(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row["name"] in FAST], ids=lambda row: row["name"])
 def test_scripts_run(row: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    steps(row, copied(tmp_path))
+    assert steps(row, copied(tmp_path))
 
 
 @pytest.mark.long
