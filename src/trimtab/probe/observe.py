@@ -160,7 +160,8 @@ def _nothing(
     if code not in (None, 0, -signal.SIGKILL):
         return WorkloadError(f"{command.name} ended with exit code {code} before a step was seen{shown}")
     seen = _read(process.out, "seen-*.json")
-    when = f"within {seconds:g} s" if code in (None, -signal.SIGKILL) else "before it ended"
+    late = code in (None, -signal.SIGKILL) or any(not found["finished"] for found in seen)
+    when = f"within {seconds:g} s" if late else "before it ended"
     if not seen:
         return UsageError(
             f"no step of {command.name} was seen {when}: no Python process imported torch with the probe. It does not reach "

@@ -27,8 +27,8 @@ from trimtab.probe.observe import observe
 from trimtab.probe.script_study import ScriptStudy
 
 BUDGET_S = 180.0
-WATCH_SHARE, CONFIRM_SHARE = 0.2, 0.3
-"""Shares of the time for watching the script, and for confirming what pays."""
+WATCH_SHARE, CONFIRM_SHARE = 0.4, 0.3
+"""Shares of the time for watching the script, at most, and for confirming what pays."""
 STEPS = 40
 
 
