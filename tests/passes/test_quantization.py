@@ -18,7 +18,7 @@ from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.environment import Environment
 from trimtab.passes.common.quantized import Quantized, float_twin
-from trimtab.passes.common.sensitivity import FOLDER, sensitivities
+from trimtab.passes.common.sensitivity import FOLDER, most_sensitive, sensitivities
 from trimtab.passes.fake_quant import FakeQuant
 from trimtab.passes.recover import Recover
 
@@ -139,6 +139,19 @@ def test_the_most_sensitive_layers_stay_float_in_every_runtime(given, tmp_path) 
         assert off[1] < 0.5 * off[0], (name, precision, off)
     with pytest.raises(CompileError, match="No layer is left to quantize: float_layers is 5, and the model has 5"):
         BACKENDS["openvino"](precision="int8_static", float_layers=5).compile(given)
+
+
+def test_embeddings_are_measured_too_and_go_back_where_a_runtime_quantizes_them(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 3)).eval()
+    with torch.no_grad():
+        model[0].weight[:, 0] *= 100  # in the rows of the table, whose other numbers round to zero
+    calls = [((torch.randint(50, (16, 4)),), {}) for _ in range(4)]
+    given = Candidate.of(model, *calls[0], calibration=calls, scratch=tmp_path)
+    table = sensitivities(given)
+    assert set(table) == {"0", "2", "4"}
+    assert most_sensitive(given, 1) == ("2",)
+    assert set(most_sensitive(given, 2, every=True)) == {"0", "2"}
 
 
 def test_wrong_fields_are_refused(given) -> None:
