@@ -143,15 +143,37 @@ def test_the_most_sensitive_layers_stay_float_in_every_runtime(given, tmp_path) 
 
 def test_embeddings_are_measured_too_and_go_back_where_a_runtime_quantizes_them(tmp_path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 32), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 3)).eval()
+    model = nn.Sequential(
+        *(
+            nn.Embedding(50, 128),
+            nn.Flatten(),
+            nn.Linear(512, 256),
+            nn.ReLU(),
+            nn.Linear(256, 256),
+            nn.ReLU(),
+            nn.Linear(256, 3),
+        )
+    ).eval()
     with torch.no_grad():
         model[0].weight[:, 0] *= 100  # in the rows of the table, whose other numbers round to zero
     calls = [((torch.randint(50, (16, 4)),), {}) for _ in range(4)]
     given = Candidate.of(model, *calls[0], calibration=calls, scratch=tmp_path)
     table = sensitivities(given)
-    assert set(table) == {"0", "2", "4"}
+    assert set(table) == {"0", "2", "4", "6"}
     assert most_sensitive(given, 1) == ("2",)
     assert set(most_sensitive(given, 2, every=True)) == {"0", "2"}
+    pytest.importorskip("nncf")
+    sizes = []
+    for fields in (
+        {"precision": "int8_weights"},
+        {"precision": "int4_weights"},
+        {"precision": "int4_weights", "float_layers": 1},
+    ):
+        executable = BACKENDS["openvino"](**fields).compile(given)
+        sizes.append(sum((tmp_path / name).stat().st_size for name in executable.save(tmp_path)))
+        executable.close()
+    assert sizes[0] > sizes[2] > sizes[1], "the most sensitive layer has 8 bits, the others 4"
+    assert "Try int8_weights" in str(BACKENDS["openvino"](precision="int4_weights").why_not(given))
 
 
 def test_wrong_fields_are_refused(given) -> None:
