@@ -70,7 +70,7 @@ class Plan:
     width: float = 0.03
     """Relative width of the ratio's interval at which sampling stops."""
     min_quads: int = 6
-    """Minimum number of quads of that timing."""
+    """Minimum number of quads of the timing in one start of a confirmation."""
     floor: float = 0.0
     """Stop a recipe whose speed-up is surely below this after the first timing."""
     best: float = 0.0
@@ -172,9 +172,7 @@ def _pipeline(
     final = first
     if not slow and not behind:
         with stage("timing"):
-            final = compare(
-                runner, baseline, width=plan.width, seconds=plan.seconds, min_quads=plan.min_quads, pids=ours(baseline)
-            )
+            final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
     folder.mkdir(parents=True, exist_ok=True)
