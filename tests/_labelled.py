@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trimtab.core.workload import Evaluation, Workload
-from trimtab.data.splits import Batch
+from trimtab.data.batches import Batch
 from trimtab.evaluation.prepared_workload import Subject
 
 X, Y = torch.randn(120, 8, generator=torch.Generator().manual_seed(0)), torch.arange(120) % 2

@@ -14,13 +14,14 @@ from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import Backend
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Comparison, Drop, Interval, Measurement, Parity, operator_shares
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.explain import Explanation
-from trimtab.hardware.environment import Environment, Peaks, Rate
+from trimtab.hardware.environment import Environment
+from trimtab.hardware.peaks import Peaks, Rate
 from trimtab.measure.roofline import roofline
 from trimtab.passes.batch import Batch
 from trimtab.passes.threads import Threads

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trimtab.core.candidate import Candidate
     from trimtab.core.check import CHECKS, Check
     from trimtab.core.finding import Finding
+    from trimtab.core.limits import Limits
     from trimtab.core.measurement import Interval, Measurement
     from trimtab.core.recipe import Recipe
     from trimtab.core.settings import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from trimtab.core.signature import Dim
     from trimtab.core.technique import PASSES, Choice, Pass
     from trimtab.core.trial import State, Trial
-    from trimtab.core.workload import Evaluation, Limits, Training, Workload
+    from trimtab.core.workload import Evaluation, Training, Workload
     from trimtab.errors import TrimtabError
     from trimtab.hardware.environment import Environment
     from trimtab.importers.load import load_workload
@@ -56,7 +57,7 @@ _HOMES = {
     "Executable": "core.backend",
     "Finding": "core.finding",
     "Interval": "core.measurement",
-    "Limits": "core.workload",
+    "Limits": "core.limits",
     "Measurement": "core.measurement",
     "MemorySettings": "core.settings",
     "OptimizerSettings": "core.settings",

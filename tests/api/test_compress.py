@@ -21,8 +21,8 @@ import trimtab
 from trimtab.api.optimize import command_line
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
+from trimtab.core.limits import Limits
 from trimtab.core.trial import State
-from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
 from trimtab.passes.common.trained_weights import FOLDER, read_progress
 from trimtab.study.options import Options, ways

@@ -24,12 +24,13 @@ from trimtab._internal.serialization import from_json
 from trimtab.api.tune import _spoken
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import DataSettings, OptimizerSettings, Settings
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits, Training, Workload
+from trimtab.core.workload import Training, Workload
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.evaluation.evaluate import Plan
 from trimtab.evaluation.prepared_workload import prepare

@@ -27,17 +27,18 @@ from _places import TESTS
 from _studies import comparison
 from trimtab._internal.serialization import dumps, to_json
 from trimtab.artifact import manifest as _manifest
-from trimtab.artifact.artifact import Artifact, Golden, Verification, load, open_artifact, verify, write_artifact
+from trimtab.artifact.artifact import Artifact, Verification, load, open_artifact, verify, write_artifact
 from trimtab.artifact.templates import readme, run_script
+from trimtab.artifact.test_vectors import Golden
 from trimtab.backends.eager import Eager
 from trimtab.cli.measure import _lines
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Dim
 from trimtab.core.technique import missing_package, technique_from_json
-from trimtab.core.workload import Limits
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError, UsageError
 from trimtab.hardware import system
 from trimtab.hardware.environment import Environment

@@ -24,9 +24,10 @@ from typer.testing import CliRunner
 import trimtab
 from trimtab._internal.serialization import write_text
 from trimtab.artifact import templates
-from trimtab.artifact.artifact import Artifact, Golden, load, open_artifact, verify, write_artifact
+from trimtab.artifact.artifact import Artifact, load, open_artifact, verify, write_artifact
 from trimtab.artifact.manifest import findings
 from trimtab.artifact.staging import fresh_folder
+from trimtab.artifact.test_vectors import Golden
 from trimtab.backends.aoti import Aoti
 from trimtab.backends.common.exported_program import quiet
 from trimtab.backends.common.openvino_conversion import no_telemetry

@@ -14,8 +14,8 @@ import sys
 import pytest
 
 from trimtab.cli.main import main
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop
-from trimtab.core.workload import Limits
 from trimtab.evaluation.reference import Scores
 from trimtab.execution import worker
 from trimtab.execution.process import Outcome

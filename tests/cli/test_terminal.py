@@ -30,11 +30,11 @@ from trimtab.cli._boundary import again
 from trimtab.cli._progress import Board, Lines, Quiet, Reflowing, clock, view
 from trimtab.cli.main import COMMANDS, FIRST_STEPS, app, main
 from trimtab.core.backend import BACKENDS
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits
 from trimtab.study.samplers.ladder import Ask
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

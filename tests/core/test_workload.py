@@ -23,8 +23,9 @@ from trimtab._internal.user_code import IN_WORKER
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.core.candidate import Candidate
+from trimtab.core.limits import Limits
 from trimtab.core.signature import Dim
-from trimtab.core.workload import Evaluation, Limits, Training, Workload
+from trimtab.core.workload import Evaluation, Training, Workload
 from trimtab.data.splits import split
 from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.evaluation import reproducibility

@@ -21,7 +21,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.signature import parameter_names
 from trimtab.core.workload import Evaluation, Workload
 from trimtab.data.batch_independence import Judge
-from trimtab.data.splits import Batch
+from trimtab.data.batches import Batch
 from trimtab.errors import UsageError
 from trimtab.evaluation.evaluate import rows
 from trimtab.evaluation.prepared_workload import prepare

@@ -13,8 +13,8 @@ from torch import nn
 
 from _labelled import X, Y, accuracy
 from trimtab.core.workload import Evaluation
+from trimtab.data.batches import Batch
 from trimtab.data.joining import example_counts, joined
-from trimtab.data.splits import Batch
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.reference import drop, least_drop, predict, refer, score
 from trimtab.tensors.structure import flatten, unflatten

@@ -22,7 +22,8 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.capture import Call, difference
 from trimtab.core.signature import Dim
 from trimtab.core.workload import Evaluation, Workload
-from trimtab.data.splits import Batch, Splits, split
+from trimtab.data.batches import Batch
+from trimtab.data.splits import Splits, split
 from trimtab.errors import InputError, UsageError, WorkloadError
 from trimtab.evaluation.prepared_workload import fresh, prepare
 from trimtab.evaluation.reference import predict, refer

@@ -21,12 +21,13 @@ from trimtab.backends.eager import Eager, EagerExecutable
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.core.backend import BACKENDS, Executable
 from trimtab.core.candidate import Candidate
+from trimtab.core.limits import Limits
 from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Dim, Signature
 from trimtab.core.technique import PASSES, Pass, technique_from_json
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Evaluation, Limits, Workload
+from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import CompileError
 from trimtab.evaluation.evaluate import (
     BUILT,

@@ -16,7 +16,7 @@ from test_artifact_edges import replayed, shipped
 from torch import nn
 
 from _backends import needs_compiler
-from trimtab.artifact.artifact import Golden
+from trimtab.artifact.test_vectors import Golden
 from trimtab.backends.eager import Eager
 from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import BACKENDS
@@ -25,7 +25,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Dim
 from trimtab.core.technique import missing_package
 from trimtab.core.workload import Evaluation, Workload
-from trimtab.data.splits import Batch
+from trimtab.data.batches import Batch
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.evaluation.evaluate import runner_for, start
 from trimtab.evaluation.fidelity import faithful

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.hardware.environment import Peaks, Rate
+from trimtab.hardware.peaks import Peaks, Rate
 from trimtab.measure.roofline import roofline
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.artifact.artifact import Golden, replay, write_artifact
+from trimtab.artifact.artifact import replay, write_artifact
+from trimtab.artifact.test_vectors import Golden
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
 from trimtab.core.limits import Limits

@@ -15,13 +15,13 @@ from _studies import BACKENDS, comparison, confirmed, data, interval, recipes, r
 from trimtab._internal.serialization import from_json, to_json
 from trimtab.cli.report import report_command
 from trimtab.core.backend import BACKENDS as REGISTERED
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval
 from trimtab.core.network import Layer, Network
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Technique
 from trimtab.core.trained import Trained
 from trimtab.core.trial import State
-from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import charts, formatting, html, reliability, side_by_side, text, trial_table, write

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from _studies import confirmed, interval, record
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
-from trimtab.core.workload import Limits
 from trimtab.measure.energy import Energy
 from trimtab.report import formatting, headline, html, leaders, reliability, request, text, trial_table
 from trimtab.study.record import KEPT, Record

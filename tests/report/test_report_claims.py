@@ -17,9 +17,9 @@ import pytest
 from _studies import comparison, record, with_logs
 from trimtab._internal.serialization import from_json, to_json
 from trimtab.cli.report import compare_command, report_command
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval, Parity
 from trimtab.core.trial import State
-from trimtab.core.workload import Limits
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import charts, formatting, headline, html, reliability, side_by_side, text, trial_table
 from trimtab.report.logs import tail

@@ -19,10 +19,10 @@ from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
 from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import Backend
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval, Measurement
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import Trial
-from trimtab.core.workload import Limits
 from trimtab.report import (
     charts,
     headline,

@@ -21,10 +21,10 @@ from trimtab.artifact.artifact import Artifact, write_artifact
 from trimtab.artifact.test_vectors import Golden
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Dim
-from trimtab.core.workload import Limits
 from trimtab.hardware.environment import Environment
 
 READY = re.compile(r"ready at https?://127\.0\.0\.1:(\d+), gRPC on port (\d+)")

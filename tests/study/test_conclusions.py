@@ -20,10 +20,10 @@ from trimtab.api.compare import compare
 from trimtab.backends.eager import Eager
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval, Measurement, Parity
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.evaluation import evaluate
 from trimtab.evaluation.confirm import Confirmation

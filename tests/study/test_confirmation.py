@@ -17,7 +17,8 @@ import torch
 import trimtab
 from _faulty import write
 from trimtab._internal.serialization import to_json
-from trimtab.artifact.artifact import Golden, write_artifact
+from trimtab.artifact.artifact import write_artifact
+from trimtab.artifact.test_vectors import Golden
 from trimtab.core.backend import BACKENDS
 from trimtab.core.measurement import LEAST_GAIN, Comparison, Interval, Measurement
 from trimtab.core.recipe import Recipe

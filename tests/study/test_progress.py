@@ -21,10 +21,10 @@ from trimtab.api.optimize import Interrupt
 from trimtab.backends.eager import Eager
 from trimtab.cli._progress import Board, Lines, Quiet
 from trimtab.cli.optimize import show
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits
 from trimtab.errors import WorkloadError
 from trimtab.study.progress import INTERRUPTED, Printed
 from trimtab.study.samplers.ladder import Ask

@@ -23,11 +23,11 @@ import sqlalchemy
 from _studies import ENVIRONMENT, record
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval, Measurement
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
 from trimtab.evaluation.evaluate import per_second
 from trimtab.passes.threads import Threads

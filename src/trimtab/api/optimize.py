@@ -20,7 +20,8 @@ from trimtab._internal.units import positive, seconds
 from trimtab._internal.user_code import outside_workers
 from trimtab._internal.validation import checked_call
 from trimtab.artifact.staging import refuse_others
-from trimtab.core.workload import Limits, Workload
+from trimtab.core.limits import Limits
+from trimtab.core.workload import Workload
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.evaluation.evaluate import Objective
 from trimtab.execution.fork_pool import Workers

@@ -15,8 +15,9 @@ from trimtab._internal.serialization import to_json, write_json
 from trimtab._internal.units import positive, seconds
 from trimtab._internal.validation import checked_call
 from trimtab.api.optimize import Interrupt, confirm_s, reported, taken
+from trimtab.core.limits import Limits
 from trimtab.core.settings import Settings
-from trimtab.core.workload import Limits, Workload
+from trimtab.core.workload import Workload
 from trimtab.errors import UsageError
 from trimtab.execution.fork_pool import Workers
 from trimtab.study.options import Options

@@ -30,33 +30,19 @@ from trimtab.artifact.manifest import (
 )
 from trimtab.artifact.parity import LOAD_ERRORS, Parities, check_case, parities
 from trimtab.artifact.staging import fresh_folder
-from trimtab.artifact.test_vectors import Case, Golden
+from trimtab.artifact.test_vectors import Golden
 from trimtab.artifact.trainable import TrainableModule, trainable
 from trimtab.artifact.writer import fill
 from trimtab.core.backend import BACKENDS, Backend, Executable
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Comparison
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
 from trimtab.core.technique import technique_from_json
-from trimtab.core.workload import Limits
 from trimtab.errors import ArtifactError, IntegrityError, TrimtabError, UntrustedError, UsageError
 from trimtab.hardware import system
 from trimtab.hardware.environment import Environment, instruction_sets
-
-__all__ = [
-    "Artifact",
-    "ArtifactModule",
-    "Case",
-    "Golden",
-    "Parities",
-    "Verification",
-    "load",
-    "open_artifact",
-    "replay",
-    "verify",
-    "write_artifact",
-]
 
 
 @dataclasses.dataclass(frozen=True)

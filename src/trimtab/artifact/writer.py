@@ -30,10 +30,10 @@ from trimtab.artifact.manifest import (
 from trimtab.artifact.templates import readme, run_script
 from trimtab.artifact.test_vectors import Case, Golden
 from trimtab.core.backend import BACKENDS, Backend, Executable
+from trimtab.core.limits import Limits
 from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Signature
 from trimtab.core.technique import technique_from_json
-from trimtab.core.workload import Limits
 from trimtab.errors import ArtifactError, CompileError, UsageError
 from trimtab.hardware.environment import Environment
 

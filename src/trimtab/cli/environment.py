@@ -28,7 +28,8 @@ _MARKUP = re.compile(r"(?::[a-z]+:)?`+~?([^`]+)`+")
 """Markup in docstrings, which a terminal does not render."""
 
 if TYPE_CHECKING:
-    from trimtab.hardware.environment import Environment, Peaks
+    from trimtab.hardware.environment import Environment
+    from trimtab.hardware.peaks import Peaks
 
 
 def env_command(

@@ -12,18 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from trimtab._internal.text import of_type
-from trimtab._internal.user_code import BY_HAND, user_code
+from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import by_name, checked_call
 from trimtab.core.capture import Call, record
 from trimtab.core.dynamic_dims import check_stated, describe_dims
-from trimtab.core.limits import PRESETS, Limits
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import flatten
 from trimtab.tensors.torchscript_modules import allow_modes
-
-__all__ = ["BY_HAND", "PRESETS", "Evaluation", "Limits", "Training", "Workload", "as_call", "user_code"]
 
 
 @by_name

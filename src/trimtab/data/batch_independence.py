@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.data.batches import Batch
 from trimtab.errors import WorkloadError
 from trimtab.tensors.comparison import errors, is_discrete

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.capture import Call, arranged, difference
 from trimtab.core.dynamic_dims import Dims, dim_names, fitting, mark_dynamic, replaced, resized, sizes_of, without
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, specs
-from trimtab.core.workload import BY_HAND, user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import Structure, flatten
 

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, default_collate
 
 from trimtab._internal.text import error_text, of_type, with_fix
+from trimtab._internal.user_code import user_code
 from trimtab.core.capture import Call
-from trimtab.core.workload import Evaluation, Workload, as_call, user_code
+from trimtab.core.workload import Evaluation, Workload, as_call
 from trimtab.data.batch_independence import Judge
 from trimtab.data.batches import Batch, arrays_to_tensors, count, marked, rows_of
 from trimtab.errors import UsageError

@@ -16,8 +16,6 @@ from trimtab.data.readers import MOST_CALIBRATION, Data, labelled, unlabelled
 from trimtab.errors import UsageError
 from trimtab.tensors.structure import tensors_of
 
-__all__ = ["MOST_CALIBRATION", "Batch", "Splits", "split"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Splits:

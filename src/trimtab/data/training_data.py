@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from trimtab._internal.text import of_type
+from trimtab._internal.user_code import user_code
 from trimtab.core.signature import Signature
 from trimtab.core.training_examples import TrainingExamples
-from trimtab.core.workload import Training, Workload, as_call, user_code
+from trimtab.core.workload import Training, Workload, as_call
 from trimtab.data.batches import Batch, arrays_to_tensors, count, divide, rows_of
 from trimtab.data.leakage import digest, digests
 from trimtab.data.splits import Splits

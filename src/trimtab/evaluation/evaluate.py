@@ -24,13 +24,13 @@ from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.core.backend import Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.dynamic_dims import BATCHES
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import SLOW_PAIRS, Comparison, Interval, Measurement
 from trimtab.core.network import MOST_LAYERS, described
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim, Signature
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits
 from trimtab.errors import CompileError, InputError, MissingPackageError
 from trimtab.evaluation.fidelity import faithful, moved, writes_otherwise
 from trimtab.evaluation.prepared_workload import Subject

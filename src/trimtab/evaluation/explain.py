@@ -18,7 +18,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.evaluation.confirm import load
 from trimtab.evaluation.evaluate import BUILT, MODEL, apply_passes, rows, start
 from trimtab.evaluation.prepared_workload import Subject
-from trimtab.hardware.environment import Peaks
+from trimtab.hardware.peaks import Peaks
 from trimtab.measure.flops import count_flops
 from trimtab.measure.profile import operator_times
 from trimtab.measure.roofline import Dtype, Roofline, roofline

@@ -23,7 +23,8 @@ from trimtab._internal.serialization import write_json
 from trimtab._internal.text import error_text, summary_line
 from trimtab.core.candidate import MODEL_ERRORS, Candidate, call_model
 from trimtab.core.workload import Workload
-from trimtab.data.splits import Batch, Splits
+from trimtab.data.batches import Batch
+from trimtab.data.splits import Splits
 from trimtab.evaluation import reproducibility
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.tensors.structure import flatten, map_tensors, tensors_of

@@ -15,15 +15,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
 from trimtab._internal.text import counted
+from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.capture import Call
 from trimtab.core.dynamic_dims import BATCHES, Dims, describe_dims, find_dims, mark_dynamic
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, require_plain, specs
-from trimtab.core.workload import BY_HAND, Workload, as_call, user_code
+from trimtab.core.workload import Workload, as_call
 from trimtab.data.batch_independence import ROUNDING, Answer, Judge
-from trimtab.data.batches import rows_of
+from trimtab.data.batches import Batch, rows_of
 from trimtab.data.dynamic_shapes import Specs, as_far_as_it_goes, specs_of
-from trimtab.data.splits import MOST_CALIBRATION, Batch, Splits, split
+from trimtab.data.readers import MOST_CALIBRATION
+from trimtab.data.splits import Splits, split
 from trimtab.data.training_data import training_examples
 from trimtab.errors import InputError, UsageError, WorkloadError
 from trimtab.tensors.comparison import is_discrete, ordered, redrawn

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trimtab._internal.serialization import from_json, write_json
+from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab.core.measurement import Drop
-from trimtab.core.workload import BY_HAND, Evaluation, user_code
-from trimtab.data.batches import arrays_to_tensors
+from trimtab.core.workload import Evaluation
+from trimtab.data.batches import Batch, arrays_to_tensors
 from trimtab.data.joining import example_counts, joined, spared
 from trimtab.data.scores import number, numbers, shown
-from trimtab.data.splits import Batch
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop, refuse_memory
 from trimtab.measure.structures import unlike

@@ -21,14 +21,12 @@ import psutil
 
 from trimtab._internal.serialization import ESCAPED, dumps, fields_from_json, from_json, write_json
 from trimtab.hardware import system
-from trimtab.hardware.peaks import BUSY, Peaks, Rate, measure
+from trimtab.hardware.peaks import BUSY, Peaks, measure
 
 if TYPE_CHECKING:
     import torch
 else:
     from trimtab.tensors import late_torch as torch
-
-__all__ = ["OPTIONAL", "Environment", "Gpu", "OptionalPackage", "Peaks", "Rate", "cache_folder", "measured_peaks"]
 
 RUNTIMES = (
     "torch",

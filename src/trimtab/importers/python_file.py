@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trimtab._internal.text import no_file, of_type
-from trimtab.core.workload import Workload, user_code
+from trimtab._internal.user_code import user_code
+from trimtab.core.workload import Workload
 from trimtab.errors import UsageError
 
 MOST = 12

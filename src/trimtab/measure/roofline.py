@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from trimtab.hardware.environment import Peaks
+from trimtab.hardware.peaks import Peaks
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8"]
 

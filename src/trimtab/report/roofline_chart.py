@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trimtab.evaluation.explain import Explanation
-from trimtab.hardware.environment import Peaks
+from trimtab.hardware.peaks import Peaks
 from trimtab.measure.roofline import Roofline
 from trimtab.report import formatting as words
 from trimtab.report.charts import Chart, scatter

@@ -17,7 +17,7 @@ from trimtab.evaluation.evaluate import Objective
 from trimtab.evaluation.explain import Explanation
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.trial_runner import RIVALS
-from trimtab.hardware.environment import Peaks
+from trimtab.hardware.peaks import Peaks
 from trimtab.study import conclusions, ranking
 from trimtab.study.confirmation import confirm
 from trimtab.study.result import ARTIFACT, Best

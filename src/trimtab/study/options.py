@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import Literal, get_args
 
-from trimtab.core.workload import Limits
+from trimtab.core.limits import Limits
 from trimtab.errors import UsageError
 from trimtab.evaluation.evaluate import Objective
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from trimtab.core.backend import Backend
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import LEAST_GAIN, Drop, Interval, Measurement
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
-from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective

@@ -12,18 +12,19 @@ from typing import Any, ClassVar, TypedDict
 from trimtab._internal.serialization import dumps, from_json, to_json, write_json
 from trimtab._internal.text import counted, shortened, with_fix
 from trimtab.core.finding import Finding
+from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import Mode, Technique
 from trimtab.core.trained import Trained
 from trimtab.core.trial import Trial
-from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
 from trimtab.evaluation.code_fingerprint import MODEL
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
 from trimtab.evaluation.explain import Explanation
-from trimtab.hardware.environment import Environment, Peaks
+from trimtab.hardware.environment import Environment
+from trimtab.hardware.peaks import Peaks
 from trimtab.measure.energy import Energy
 from trimtab.study.ranking import Status
 from trimtab.study.waterfall import Step

@@ -14,7 +14,7 @@ from trimtab.core.measurement import UNRELIABLE, Interval
 from trimtab.core.trial import State, Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.explain import Explanation
-from trimtab.hardware.environment import Peaks
+from trimtab.hardware.peaks import Peaks
 from trimtab.measure.energy import Energy
 from trimtab.study import ranking, waterfall
 from trimtab.study.energy import energy

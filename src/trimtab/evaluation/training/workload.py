@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trimtab._internal.text import counted, of_type
+from trimtab._internal.user_code import user_code
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
-from trimtab.core.workload import Training, Workload, user_code
+from trimtab.core.workload import Training, Workload
 from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadError
 from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import tensors_of

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trimtab._internal.serialization import dumps, from_json, to_json, write_json
-from trimtab.artifact.artifact import Golden, open_artifact, write_artifact
+from trimtab._internal.user_code import BY_HAND, user_code
+from trimtab.artifact.artifact import open_artifact, write_artifact
+from trimtab.artifact.test_vectors import Golden
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS, Executable
 from trimtab.core.candidate import Candidate
@@ -27,7 +29,7 @@ from trimtab.core.measurement import Comparison
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, technique_from_json
 from trimtab.core.trial import Trial
-from trimtab.core.workload import BY_HAND, Workload, as_call, user_code
+from trimtab.core.workload import Workload, as_call
 from trimtab.data import leakage
 from trimtab.data.training_data import cached_only
 from trimtab.errors import ArtifactError, StorageError, TrimtabError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab._internal.text import of_type
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.errors import UsageError
 from trimtab.train.checkpoint.checkpoints import refuse_unsavable
 from trimtab.train.run_context import RunContext

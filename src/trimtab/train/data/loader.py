@@ -15,7 +15,7 @@ from torch import distributed
 from torch.utils.data import DataLoader
 
 from trimtab._internal.text import counted, of_type
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import leaves_of, map_tensors
 from trimtab.train.data.batch_sampler import Epoch, Order, check_lengths, fixed, length_classes, within_budget

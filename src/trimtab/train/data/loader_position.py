@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeGuard
 
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 
 
 class Seekable(Protocol):

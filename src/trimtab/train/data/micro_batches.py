@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trimtab._internal.text import counted, of_type
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.data.batch_structure import split, united
 from trimtab.train.data.device_prefetch import Transfer

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.train.data.loader_position import is_seekable, load_state, state_of
 from trimtab.train.data.micro_batches import set_workers
 from trimtab.train.loss.adapter import Batch

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from trimtab._internal.text import listed, of_type
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.errors import UsageError
 from trimtab.train.data.batch_sampler import Index
 from trimtab.train.data.collate import TARGETS, Collate

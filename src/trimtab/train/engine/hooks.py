@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimtab._internal.text import of_type
+from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import refuses
-from trimtab.core.workload import user_code
 from trimtab.errors import UsageError
 
 POINTS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.errors import WorkloadError
 from trimtab.tensors.batch_axis import BatchAxis, concatenate
 from trimtab.tensors.structure import map_tensors

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trimtab._internal.text import listed, of_type
+from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import refuses
 from trimtab.core.settings import Settings
-from trimtab.core.workload import user_code
 from trimtab.errors import UsageError
 from trimtab.tensors.memory_format import lay_out
 from trimtab.train.checkpoint import registered

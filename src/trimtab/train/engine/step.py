@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trimtab._internal.text import summary_line
+from trimtab._internal.user_code import user_code
 from trimtab.core.settings import Settings
-from trimtab.core.workload import user_code
 from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import map_tensors
 from trimtab.train.data.loader_position import is_seekable

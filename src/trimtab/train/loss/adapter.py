@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from trimtab._internal.text import counted, of_type, summary_line
+from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import refuses
-from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.batch_axis import length, uneven
 from trimtab.tensors.structure import is_flat, map_items, tensors_of

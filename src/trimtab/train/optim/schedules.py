@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from trimtab._internal.text import of_type
+from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import refuses
-from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.optimizer_dict import OptimizerDict, SchedulerDict

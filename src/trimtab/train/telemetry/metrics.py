@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from trimtab._internal.text import of_type
+from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import refuses
-from trimtab.core.workload import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.loss.adapter import Batch, examples, is_pair
 from trimtab.train.runtime.world import World, wide

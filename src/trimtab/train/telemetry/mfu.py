@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.errors import TrimtabError, UsageError, WorkloadError
-from trimtab.hardware.environment import Environment, Peaks, known_peaks
+from trimtab.hardware.environment import Environment, known_peaks
+from trimtab.hardware.peaks import Peaks
 from trimtab.measure.flops import count_flops
 from trimtab.tensors.precision import rounded_to_tf32
 from trimtab.train.autotune.shadow_run import copies, why_not_alone

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.core.workload import user_code
+from trimtab._internal.user_code import user_code
 from trimtab.measure.flops import count_flops
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.data.peek import kept_random
