@@ -20,13 +20,12 @@ from trimtab.hardware.environment import (
     OPTIONAL,
     Environment,
     Gpu,
-    Peaks,
-    Rate,
     cache_folder,
     has_vnni,
     instruction_sets,
     measured_peaks,
 )
+from trimtab.hardware.peaks import Peaks, Rate
 
 
 @pytest.fixture(scope="module")
