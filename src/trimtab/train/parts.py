@@ -176,7 +176,8 @@ class Parts(Step):
         update = self._settled(found)
         if update.applied:
             self.scaler.step(self.optimizer)
-        self._adapt_scale(update)
+        if self._scales:
+            self._adapt_scale(update)
         discard(self._parameters)
         self.update += 1
         return update

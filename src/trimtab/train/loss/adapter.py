@@ -161,13 +161,14 @@ class LossAdapter:
         else:
             inputs, targets = _pair(given)
             outputs = call(model, inputs)
-            self._refuse_broadcast(outputs, targets)
+            if self._elementwise:
+                self._refuse_broadcast(outputs, targets)
             try:
-                with _LOSS:
-                    loss, weight = self.loss(outputs, targets), None
+                loss, weight = self.loss(outputs, targets), None
             except IndexError as error:
                 raise WorkloadError(torch_losses.wrong_label(self.loss, outputs, targets, error)) from error
             except (TypeError, AttributeError) as error:
+                _LOSS.__exit__(type(error), error, error.__traceback__)
                 if (text := model_outputs.unusable(self.loss, outputs)) is None:
                     raise
                 raise WorkloadError(f"{text} It raised {type(error).__name__}: {summary_line(str(error))}") from error
@@ -225,7 +226,7 @@ class LossAdapter:
 
     def _refuse_broadcast(self, outputs: Any, targets: Any) -> None:
         """Refuse shapes that torch would broadcast with a warning, which compares outputs with targets of other examples."""
-        if not (self._elementwise and isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             return
         if outputs.shape != targets.shape:
             raise WorkloadError(
