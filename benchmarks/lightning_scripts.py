@@ -8,8 +8,8 @@ module around the model, and what its Trainer is given. They are counted as thos
     pip install --target rivals --no-deps pytorch-lightning lightning-utilities torchmetrics
     PYTHONPATH=rivals python benchmarks/lightning_scripts.py --run
 
-``--run`` also makes seven updates of each, and says how far the parameters are from those of the loop by hand. Lightning draws random
-numbers of its own, so that these differ where examples are shuffled or the model draws.
+``--run`` also makes seven updates of each, and says how far the parameters are from those of the loop by hand. Lightning draws
+random numbers of its own, so that these differ where examples are shuffled or the model draws.
 """
 
 from __future__ import annotations
