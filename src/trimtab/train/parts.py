@@ -173,7 +173,7 @@ class Parts(Step):
         self._within.close()
         found = MicroBatchLosses(self._losses, self._weights, None)
         self._losses, self._weights = [], []
-        update = self._settled(found)
+        update = self._settled(found, self._parameters)
         if update.applied:
             self.scaler.step(self.optimizer)
         if self._scales:

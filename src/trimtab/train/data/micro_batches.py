@@ -147,7 +147,7 @@ class MicroBatcher:
         group: list[Batch] = []
         while len(group) < self.accumulate and (self.limit is None or self.taken < self.limit):
             self.clock.enter("data")
-            with _MOVING:
+            try:
                 coming = next(self._running, _END)
                 if coming is _END:
                     break
@@ -156,6 +156,9 @@ class MicroBatcher:
                     self.clock.enter("copy")
                     coming = self._transfer.arrive(coming)
                 group.append(coming)
+            except BaseException as error:
+                _MOVING.explain(error)
+                raise
         self._between = True
         self.clock.enter("other")
         if self.joined and len(group) > 1:

@@ -105,9 +105,10 @@ class ForwardState:
 class _updating(user_code):
     """Attributes errors to the optimizer, except those of memory and of the GPU, which may come from earlier kernels."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not out_of_memory(error) and not stopped(error):
-            super().__exit__(kind, error, trace)
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes."""
+        if not out_of_memory(error) and not stopped(error):
+            super().explain(error)
 
 
 UPDATING, _FINAL, STEP = _updating("The optimizer raised"), final(_NO_ROOM), in_step("The model or its loss raised")
@@ -186,7 +187,7 @@ class Step:
                 discard(parameters)
                 return Update(torch.stack(found.losses).sum(), torch.zeros(()), None, applied=False)
             with _FINAL:  # from here on nothing can be repeated: other processes may have changed their parameters by now
-                update = self._settled(found)
+                update = self._settled(found, parameters)
                 self._made += 1
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
@@ -224,8 +225,8 @@ class Step:
             context.stop("The loss was not finite.")
         return update
 
-    def _settled(self, found: MicroBatchLosses) -> Update:
-        """Turn gradients that the backward passes left into those of the mean loss, clip and check them.
+    def _settled(self, found: MicroBatchLosses, parameters: Sequence[nn.Parameter]) -> Update:
+        """Turn gradients that the backward passes left in ``parameters`` into those of the mean loss, clip and check them.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
@@ -239,7 +240,7 @@ class Step:
         self.clock.enter("optimizer")
         if self._scales:
             self.scaler.unscale_(self.optimizer)
-        grads = gradients_of(self._parameters)
+        grads = gradients_of(parameters)
         if total is not None or self.world.averages:
             self._unweight(grads, total)
         if self.hooks is not None:
@@ -267,13 +268,16 @@ class Step:
         """The optimizer's step; ``compute`` makes the gradients anew for one that needs a closure."""
         if self.hooks is not None:
             self.hooks.call("before_step")
-        with UPDATING:
+        try:
             if self._closes:
                 self._step_with_closure(update, compute)
             elif self._scales:
                 self.scaler.step(self.optimizer)
             else:
                 self.optimizer.step()
+        except BaseException as error:
+            UPDATING.explain(error)
+            raise
         if self.hooks is not None:
             self.hooks.call("after_step")
 
@@ -286,7 +290,7 @@ class Step:
                 return first.pop()
             with torch.enable_grad():
                 found = compute()
-            return self._settled(found).loss
+            return self._settled(found, self._parameters).loss
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -467,7 +471,8 @@ class Step:
         Raises:
             NonFiniteError: this update is not finite and on the CPU, or the one before it is not finite and on a GPU.
         """
-        self.check()
+        if self._unread is not None:
+            self.check()
         nonfinite = self.settings.optimizer.nonfinite
         if self._scales:  # torch's fused SGD would write uninitialised momentum in a step with overflow
             left_out = any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
