@@ -65,7 +65,7 @@ class DataParallelGroup(Group):
         self._adaptive: str | None = None
         """The name of the optimizer, unless it is linear in the gradient."""
         self._drives = False
-        """Whether updates exchange gradients by :meth:`averaged`."""
+        """Whether updates exchange gradients by :meth:`average_gradients`."""
         self._updating = self._sending = self._partly_sent = False
         """An update is under way; gradients are sent as they come; sending a bucket has begun and not returned."""
         self._missing: list[set[int]] = []
@@ -110,7 +110,7 @@ class DataParallelGroup(Group):
 
     @contextlib.contextmanager
     def driven(self) -> Iterator[None]:
-        """A block of an update that exchanges gradients by :meth:`averaged`; it succeeds in all processes or in none.
+        """A block of an update that exchanges gradients by :meth:`average_gradients`; it succeeds in all processes or in none.
 
         Raises:
             WorkloadError: another process makes a step that this one does not make.
@@ -129,7 +129,7 @@ class DataParallelGroup(Group):
         self._stopping, self.used, self.lacking = bool(stopping), used > 0, False
 
     @torch.no_grad()
-    def averaged(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
+    def average_gradients(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
         """Average the gradients of ``parameters`` over all processes, in place; returns the sum of ``weight`` over them.
 
         Raises:
@@ -164,7 +164,7 @@ class DataParallelGroup(Group):
         finally:
             self._sending = False
 
-    def release(self) -> None:
+    def finish_exchange(self) -> None:
         """Send zeros for the buckets that other processes wait for; there are none where updates are :meth:`driven`.
 
         Raises:
@@ -179,23 +179,23 @@ class DataParallelGroup(Group):
         while len(self._futures) < len(self._buckets):
             self._send(nothing=True)
             self._futures[-1].wait()  # memory may not suffice for zeros in all of them
-        self.renew()
+        self.drop_update()
 
-    def renew(self) -> None:
+    def drop_update(self) -> None:
         """Drop an update that failed, and the errors of compression, which hold a part of it."""
         self._updating = self._sending = self._partly_sent = self.lacking = False
         self._futures.clear()
         self.exchange.reset()
 
     @contextlib.contextmanager
-    def rehearsed(self) -> Iterator[None]:
+    def trial_updates(self) -> Iterator[None]:
         """A block after which the errors of compression are dropped."""
         try:
             yield
         finally:
             self.exchange.reset()
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember whether the updates are linear in the gradient."""
         self._adaptive = None if isinstance(optimizer, _LINEAR) else type(optimizer).__name__
 
@@ -212,10 +212,10 @@ class DataParallelGroup(Group):
             )
         full = 2 * (self.size - 1) / self.size * sum(p.numel() * 4 for p in self._parameters if p.requires_grad)
         each = sent.bytes / sent.updates
-        told = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
+        sent_mb = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
         on_cpu = all(p.device.type == "cpu" for p in self._parameters)
         waited = f"; the backward pass stood still {1e3 * sent.waited_s / sent.updates:.3g} ms for that" if on_cpu else ""
-        return [*notes, f"{told}{waited}."]
+        return [*notes, f"{sent_mb}{waited}."]
 
     def _begin(self) -> None:
         """Begin an update. If other parameters are trained than before, hooks and buckets are made anew."""

@@ -73,7 +73,7 @@ class ManualStep(Step):
         weights: list[Weight] = []
         with self.world.driven(), STEP:
             if self._typical is None and self.world.size > 1:
-                self._typical = self.world.agreed(max(map(examples, batches)))
+                self._typical = self.world.average(max(map(examples, batches)))
             for index, batch in enumerate(batches):
                 loss, weight = self._driven(batch, last=index == len(batches) - 1)
                 losses.append(loss)
@@ -181,7 +181,7 @@ class ManualStep(Step):
         optimizer, total = self.optimizers[name], self._totals.pop(name, 0.0) + self._batch_weight.pop(name, 0.0)
         if self.world.size > 1:
             self.clock.enter("communication")
-            total = self.world.averaged(parameters, total if self.world.counts else 0.0, list(self.optimizers).index(name))
+            total = self.world.average_gradients(parameters, total if self.world.counts else 0.0, list(self.optimizers).index(name))
             self.clock.enter("optimizer")
             if not total:  # of no process do the gradients count
                 return False

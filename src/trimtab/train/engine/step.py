@@ -150,7 +150,7 @@ class Step:
         self.hooks: Hooks | None = None
         self._closes = needs_closure(optimizer)
         self._known = len(self._parameters)
-        world.meet(optimizer)
+        world.attach_optimizer(optimizer)
         self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
         self._typical: float | None = None
         self.intact = True
@@ -302,10 +302,10 @@ class Step:
         world, parameters = self.world, self._parameters
         if len(parameters) != self._known:
             self._known = len(parameters)
-            world.meet(self.optimizer)
+            world.attach_optimizer(self.optimizer)
         discard(parameters)  # of other computations since, such as a callback that trains an adversary of the model
         if self._typical is None and world.size > 1:
-            self._typical = world.agreed(max(map(examples, batches)))
+            self._typical = world.average(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # the weight of a single loss makes no difference
         if alone and world.processes == 1:
             before = self._kept_statistics() if self._statistics else None
@@ -313,7 +313,7 @@ class Step:
             return MicroBatchLosses([loss], [weight], before)
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
-        count = world.most(len(batches)) if world.shared else len(batches)
+        count = world.maximum(len(batches)) if world.shared else len(batches)
         with world.together(update=True):
             before = self._kept_statistics() if self._statistics else None
             counted = len(batches) if world.counts else 0
@@ -359,10 +359,10 @@ class Step:
         """
         ask, dtype = functools.partial(self.objective, self.model, batch, weighed=weighed), self.settings.precision.autocast
         if dtype is None:
-            return self.world.asked(ask)
+            return self.world.forward(ask)
         try:
             with self.precision():
-                return self.world.asked(ask)
+                return self.world.forward(ask)
         except RuntimeError as error:
             if out_of_memory(error) or stopped(error) or not self._runs_in_float32(batch):
                 raise
