@@ -110,7 +110,8 @@ class DataParallelGroup(Group):
 
     @contextlib.contextmanager
     def driven(self) -> Iterator[None]:
-        """A block of an update that exchanges gradients by :meth:`average_gradients`; it succeeds in all processes or in none.
+        """A block of an update that exchanges gradients by :meth:`average_gradients`; it succeeds in all processes or in
+        none.
 
         Raises:
             WorkloadError: another process makes a step that this one does not make.

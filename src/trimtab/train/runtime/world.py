@@ -97,7 +97,7 @@ class World:
         return NOTHING
 
     def driven(self) -> contextlib.AbstractContextManager[object]:
-        """A block of an update that exchanges gradients by :meth:`average_gradients`; it fails in all processes if it fails in one."""
+        """A block of an update that exchanges gradients by :meth:`average_gradients`; it fails in all processes or in none."""
         return NOTHING
 
     def average_gradients(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
