@@ -149,7 +149,7 @@ class DataParallelGroup(Group):
             present = torch.tensor([float(p.grad is not None) for p in some]).to(some[0])
             flat = torch.cat([*map(flattened, grads, some), present])
             dist.all_reduce(flat, group=self.data)
-            *parts, count = flat.split([*(p.numel() for p in some), len(some)])
+            *parts, count = torch.split(flat, [*(p.numel() for p in some), len(some)])
             for parameter, part, there in zip(some, parts, count.tolist(), strict=True):
                 parameter.grad = unflattened(part / self.size, parameter) if there else None
         total = torch.as_tensor(weight, dtype=torch.float64).to(self.device(self.settings.device), copy=True)
