@@ -17,6 +17,14 @@ from trimtab.hardware import environment
 
 Operators = Literal["auto", "all", "linear"]
 Ranges = Literal["minmax", "percentile", "entropy"]
+Form = Literal["qdq", "qoperator"]
+SATURATING = "8, saturating"
+"""Metadata of a file whose 8-bit weights were judged with sums that saturate, as on the CPU that it was made on."""
+
+
+def weight_bits(full: bool) -> str:
+    """The bits of weights that the quantizers give here; ``full`` asks for 8 on every CPU."""
+    return "8" if environment.has_vnni() else SATURATING if full else "7"
 
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
@@ -139,15 +147,17 @@ def quantize_static(
     calibration: Calibration,
     *,
     ranges: Ranges = "minmax",
+    form: Form = "qdq",
+    full: bool = False,
     but: Sequence[str] = (),
 ) -> None:
     """Quantize weights and activations to int8 except in the nodes ``but``, with ranges from calibration data and one scale
     per weight channel.
 
-    Weights of :func:`per_tensor_weights` have one scale. Without VNNI, weights have 7 bits and activations are unsigned. Other
-    forms did not pay there (digits CNN, AMD Zen 3): QOperator is as fast, as the runtime converts QDQ to it; 8-bit weights are
-    as fast and have 7 times the error, because sums saturate; int8 activations ran at 0.3 to 0.5 times the speed of float32;
-    ranges by entropy equalled the extremes, and those by percentile had the same score.
+    Weights of :func:`per_tensor_weights` have one scale. Without VNNI, weights have 7 bits unless ``full``. Activations are
+    unsigned: with int8 activations a CNN ran at 0.3 to 0.5 times the speed of float32 without VNNI. On one such CPU (AMD Zen 3,
+    digits) the form QOperator was as fast as QDQ, which the runtime converts to it, and 8-bit weights had 7 times the error of
+    7-bit weights, because sums saturate.
 
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
     """
@@ -159,7 +169,7 @@ def quantize_static(
             str(prepared),
             str(target),
             calibration,
-            quant_format=quantization.QuantFormat.QDQ,
+            quant_format={"qdq": quantization.QuantFormat.QDQ, "qoperator": quantization.QuantFormat.QOperator}[form],
             op_types_to_quantize=list(LINEAR) if nodes is not None else None,
             nodes_to_quantize=None if nodes is None else [name for name in nodes if name not in but],
             nodes_to_exclude=list(but),
@@ -169,7 +179,7 @@ def quantize_static(
                 "entropy": quantization.CalibrationMethod.Entropy,
             }[ranges],
             per_channel=True,
-            reduce_range=not environment.has_vnni(),
+            reduce_range=weight_bits(full) == "7",
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),

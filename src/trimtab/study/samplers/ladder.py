@@ -13,7 +13,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass, technique_from_json
 from trimtab.core.trial import State, Trial
 from trimtab.passes.student import Student
-from trimtab.study.samplers.quantization import UPDATES, given_back, layers_back, misses, trained_int8
+from trimtab.study.samplers.quantization import UPDATES, given_back, layers_back, misses, other_forms, trained_int8
 from trimtab.study.samplers.quantization import speed as _speed
 
 MOST_DECLINED = 10
@@ -164,6 +164,10 @@ def _precision(
             for variant in (step, *search_space.variants(step)):
                 yield Ask("precision", dataclasses.replace(recipe, passes=(*recipe.passes, variant)))
     for recipe in lossless:
+        for backend in search_space.variants(recipe.backend):
+            over = max(map(_speed, done.values()), default=0.0)
+            forms = other_forms(dataclasses.replace(recipe, backend=backend), over, done)
+            yield from (Ask("precision", each) for each in forms)
         yield from _layers_back(recipe, done)
 
 
