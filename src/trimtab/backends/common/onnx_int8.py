@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trimtab._internal.text import counted
 from trimtab.backends.common.foreign import quiet
 from trimtab.backends.common.onnx_file import DATA, MODEL
 from trimtab.core.technique import require
@@ -259,12 +260,7 @@ def per_tensor_weights(path: pathlib.Path) -> list[str]:
     """
     graph = require("onnx").load(path, load_external_data=False).graph
     constants = {tensor.name for tensor in graph.initializer}
-    grouped = [
-        node
-        for node in graph.node
-        if node.op_type == "ConvTranspose" and any(a.name == "group" and a.i > 1 for a in node.attribute)
-    ]
-    return [node.input[1] for node in grouped if node.input[1] in constants]
+    return [node.input[1] for node in graph.node if _in_groups(node) and node.input[1] in constants]
 
 
 def is_transformer(path: pathlib.Path) -> bool:
@@ -296,7 +292,7 @@ def linear_nodes(path: pathlib.Path) -> list[str]:
 
 
 def coverage(path: pathlib.Path) -> list[str]:
-    """A sentence about which of the dominant operators are int8 and which stayed float."""
+    """Sentences about which of the dominant operators are int8, which stayed float, and which have one scale per weight."""
     graph = require("onnx").load(path, load_external_data=False).graph
     made_by = {name: node.op_type for node in graph.node for name in node.output}
     integer: collections.Counter[str] = collections.Counter()
@@ -309,7 +305,13 @@ def coverage(path: pathlib.Path) -> list[str]:
             (integer if sources == ["DequantizeLinear"] * 2 else floating)[node.op_type] += 1
     if not integer:
         return [f"No operator that decides the speed became int8; float stayed {_counted(floating)}."]
-    return [f"int8: {_counted(integer)}; float: {_counted(floating)}."]
+    whole = sum(_in_groups(node) and made_by.get(node.input[1]) == "DequantizeLinear" for node in graph.node)
+    notes = [f"{counted(whole, 'ConvTranspose')} in groups: one scale for the weight and not one per channel."] if whole else []
+    return [f"int8: {_counted(integer)}; float: {_counted(floating)}.", *notes]
+
+
+def _in_groups(node: Any) -> bool:
+    return node.op_type == "ConvTranspose" and any(a.name == "group" and a.i > 1 for a in node.attribute)
 
 
 def _counted(counter: collections.Counter[str]) -> str:
