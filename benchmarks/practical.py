@@ -5,21 +5,21 @@
     python benchmarks/practical.py --keep runs/practical --parts E --quick     # the shortest piece, two minutes
     python benchmarks/practical.py --keep runs/practical --parts ""            # only the verdicts on what was measured so far
 
-Each piece adds its rows to ``rows.json`` in the folder ``--keep``, so that the parts can be run one after the other, for hours or
-minutes. At the end each line of targets is printed with what was measured for it so far. Run it where nothing else runs: the
-neighbours are made here. They multiply matrices with two threads each, for 0.4 s on average, with naps of 30 ms between.
+Each piece adds its rows to ``rows.json`` in the folder ``--keep``, so that the parts can be run one after the other. At the end
+each line of targets is printed with what was measured for it so far. Run it where nothing else runs: neighbours are made here.
+They multiply matrices with two threads each, for 0.4 s on average, with naps of 30 ms between.
 
-A  Searches of 90 s for the digits and an EfficientNet, five times each with 0, 1 and 2 neighbours. Every run ends within 1.2 times
-   its budget, and in four of five what ships has at least 0.9 times the speed of a reference, timed without neighbours. The
-   reference is what a search of 240 s without neighbours finds: with one thread for a run that others left one thread, else with
-   all. It is made once and kept.
-B  Searches of 120 s where the data takes 20 s to read, and where the weights take 20 s to load: at most two readings, and at least
-   six recipes.
+A  Searches of 90 s for the digits and an EfficientNet, five times each with 0, 1 and 2 neighbours. Every run ends within 1.2
+   times its budget, and in four of five what ships has at least 0.9 times the speed of a reference, timed without neighbours.
+   The reference is what a search of 240 s without neighbours finds: with one thread for a run that others left one thread, else
+   with all. It is made once and kept.
+B  Searches of 120 s where the data takes 20 s to read, and where the weights take 20 s to load: at most two readings, and at
+   least six recipes.
 C  Twelve models are studied for 3 minutes each.
-R  The twelve are timed again an hour after their study: the interval holds the new ratio in ten of them, and the median distance is
-   within 5%. ``--after 5m`` times them sooner.
-D  ``make demo`` (120 s), ten times with 0 and with 2 neighbours. Without: a figure in every headline, and no interval wider than
-   30%. With: within 1.2 times the budget, and with a winner.
+R  The twelve are timed again an hour after their study: the interval holds the new ratio in ten of them, and the median
+   distance is within 5%. ``--after 5m`` times them sooner.
+D  ``make demo`` (120 s), ten times with 0 and with 2 neighbours. Without: a figure in every headline, and no interval wider
+   than 30%. With: within 1.2 times the budget, and with a winner.
 E  The ratio of two models of one thread each, with 0, 1 and 2 neighbours: within 3% of that without neighbours.
 
 The exit status is 1 if a target is missed by what was measured so far, 0 if not.
@@ -166,7 +166,7 @@ def part_r(options: argparse.Namespace) -> Iterator[Row]:
         if row["model"] not in chosen(TWELVE, options):
             continue
         if (age := time.time() - row["at"]) < options.after:
-            print(f"R  {row['model']} was studied {age / 60:.0f} min ago; it is timed again after {options.after / 60:.0f} min.")
+            print(f"R  {row['model']} was studied {age / 60:.0f} min ago; timed again after {options.after / 60:.0f} min.")
             continue
         ratio = speed(pathlib.Path(row["artifact"]), TWELVE[row["model"]], AGAIN_S)
         yield {"model": row["model"], "ratio": ratio, "speedup": row["speedup"], "minutes": age / 60}
@@ -225,7 +225,10 @@ def verdicts(rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
     if again := [row for row in latest(rows, "R") if row["speedup"] is not None]:
         held = sum(row["speedup"]["low"] <= row["ratio"] <= row["speedup"]["high"] for row in again)
         off = statistics.median(abs(row["ratio"] / row["speedup"]["value"] - 1) for row in again)
-        yield held >= HELD * len(again), f"R  the interval holds the later ratio in {held} of {len(again)}; ten of twelve wanted"
+        yield (
+            held >= HELD * len(again),
+            f"R  the interval holds the later ratio in {held} of {len(again)}; ten of twelve wanted",
+        )
         yield off <= MEDIAN, f"R  median distance of the later ratio {off:.1%}; at most {MEDIAN:.0%} wanted"
     demos = [row for row in rows if row["part"] == "D"]
     if quiet := [row for row in demos if not row["neighbours"]]:
@@ -241,7 +244,10 @@ def verdicts(rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
     for count in (1, 2):
         if ratios[0] and ratios[count]:
             off = statistics.median(ratios[count]) / statistics.median(ratios[0]) - 1
-            yield abs(off) <= RATIO, f"E  one thread, {count} neighbours: {off:+.1%} of the quiet ratio; within {RATIO:.0%} wanted"
+            yield (
+                abs(off) <= RATIO,
+                f"E  one thread, {count} neighbours: {off:+.1%} of the quiet ratio; within {RATIO:.0%} wanted",
+            )
 
 
 def in_time(name: str, rows: Sequence[Row]) -> tuple[bool, str]:

@@ -191,10 +191,12 @@ def test_the_call_in_the_readme_runs_without_trimtab(pristine: Artifact) -> None
     found = re.search(r"```python\n(import runpy.*?)```", (pristine.path / "README.md").read_text(), re.DOTALL)
     assert found is not None
     before = "import sys, torch\nsys.modules['trimtab'] = None\nimages = torch.ones(2, 1, 8, 8)"
-    script = f"{before}\n{found[1]}\nprint(outputs[0].sum().item())"
+    script = f"{before}\n{found[1]}\nprint(logits.sum().item(), class_.dtype)"
     ran = subprocess.run([sys.executable, "-c", script], cwd=pristine.path, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) == pytest.approx(pristine.load().run([torch.ones(2, 1, 8, 8)])[0].sum().item(), abs=1e-4)
+    total, dtype = ran.stdout.split()
+    assert float(total) == pytest.approx(pristine.load().run([torch.ones(2, 1, 8, 8)])[0].sum().item(), abs=1e-4)
+    assert dtype == "torch.int64"
 
 
 def test_no_file_holds_a_pickle_or_a_path_of_this_machine(pristine: Artifact) -> None:

@@ -85,7 +85,8 @@ def test_weights_of_eight_bits_are_multiplied_exactly_on_a_cpu_without_vnni(buil
 
 
 @pytest.mark.parametrize(
-    ("more", "largest", "kinds"), [({}, 64, "QuantizeLinear"), ({"full_range": True}, 127, "QuantizeLinear"), ({"form": "qoperator"}, 64, "QLinear")]
+    ("more", "largest", "kinds"),
+    [({}, 64, "QuantizeLinear"), ({"full_range": True}, 127, "QuantizeLinear"), ({"form": "qoperator"}, 64, "QGemm")],
 )
 def test_forms_of_static_int8_on_a_cpu_without_vnni(more, largest, kinds, tmp_path, monkeypatch):
     onnx = pytest.importorskip("onnx")

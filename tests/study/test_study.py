@@ -106,7 +106,9 @@ def test_without_vnni_other_forms_of_static_int8_are_tried_where_it_is_close(vnn
         key = recipe.backend.name, getattr(recipe.backend, "precision", "")
         return complete(recipe, close.get(key, 0.5 if recipe.backend.quantizes else 1.0))
 
-    found = [str(t.recipe) for t in walk(outcome) if t.stage == "precision" and "onnxruntime(precision=int8_static" in str(t.recipe)]
+    found = [
+        str(t.recipe) for t in walk(outcome) if t.stage == "precision" and "onnxruntime(precision=int8_static" in str(t.recipe)
+    ]
     forms = ["form=qoperator", "full_range=True", "ranges=percentile", "ranges=entropy"]
     more = [f"onnxruntime(precision=int8_static, {form})" for form in forms]
     assert found == ["onnxruntime(precision=int8_static)", *(more if not vnni else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -118,11 +119,18 @@ def _kind(manifest: Manifest) -> str:
 def _call(load: str, manifest: Manifest) -> tuple[str, str]:
     """The two lines that load the model without trimtab and call it."""
     given, found = (
-        ", ".join(re.sub(r"\W", "_", name) for name in names)
+        ", ".join(map(_word, names))
         for names in ([spec.name for spec in manifest.signature.inputs], manifest.signature.output_names)
     )
     found = f"[{found}]" if len(manifest.signature.outputs) == 1 else found
     return f'call = {load}("model", {manifest.settings.threads})', f"{found} = call([{given}])"
+
+
+def _word(name: str) -> str:
+    """``name`` as a name of Python."""
+    word = re.sub(r"\W", "_", name)
+    word = word if word.isidentifier() else f"_{word}"
+    return f"{word}_" if keyword.iskeyword(word) else word
 
 
 def _how(manifest: Manifest) -> list[str]:
@@ -194,8 +202,8 @@ def _conditions(manifest: Manifest) -> list[str]:
     lines.append(f"threads: {manifest.settings.threads or 'the default of the runtime'}")
     if manifest.evidence.get("thread_limit") is not None:
         lines.append(
-            "Other processes used the machine, so both were timed with one thread. `trimtab verify .` on a quiet machine writes "
-            "what it measures into a file beside this folder, and `trimtab report` shows it"
+            "Other processes used the machine, so both were timed with one thread. `trimtab verify .` on a quiet machine "
+            "writes what it measures into a file beside this folder, and `trimtab report` shows it"
         )
     if (inputs := manifest.evidence.get("inputs")) is not None:
         lines.append(f"inputs that were timed: `{inputs}`")

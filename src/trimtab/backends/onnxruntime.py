@@ -301,8 +301,16 @@ def load(folder, threads):
             else:
                 known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
                 calibration = int8.Calibration(rows, names, known)
-                more = {"ranges": self.ranges, "form": self.form, "full": self.full_range}
-                int8.quantize_static(prepared, target, self.operators, calibration, but=but, **more)
+                int8.quantize_static(
+                    prepared,
+                    target,
+                    self.operators,
+                    calibration,
+                    ranges=self.ranges,
+                    form=self.form,
+                    full=self.full_range,
+                    but=but,
+                )
             stamp(target, names, weight_bits=int8.weight_bits(self.full_range))
         except (*CONVERSION_ERRORS, *runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}.") from error

@@ -48,8 +48,8 @@ def moved(study: Study, found: Comparison | None) -> list[str]:
     if kept is not None and kept.speedup is not None and kept.recipe.backend.name == "eager":
         if kept.speedup.low > 1 and kept.speedup.value >= MOVES:
             words += (
-                f" The cause is memory that it gives back to the system after each call and takes again: with keep_memory it is "
-                f"{kept.speedup.times()} as fast."
+                f" The cause is memory that it gives back to the system after each call and takes again: with "
+                f"keep_memory it is {kept.speedup.times()} as fast."
             )
         else:
             words += f" The memory that it gives back is not the cause: with keep_memory it is {kept.speedup.times()} as fast."

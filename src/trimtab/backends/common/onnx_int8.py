@@ -27,6 +27,7 @@ def weight_bits(full: bool) -> str:
     """The bits of weights that the quantizers give here; ``full`` asks for 8 on every CPU."""
     return "8" if environment.has_vnni() else SATURATING if full else "7"
 
+
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
 """Operators that dominate run time; only these are reported if they stay float."""
