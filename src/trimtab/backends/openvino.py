@@ -106,7 +106,6 @@ class OpenVinoExecutable(Executable):
         return copy_files(self._folder, file.FILES, folder)
 
     def close(self) -> None:
-        """Free the compiled models and the copy of the files."""
         self._hot = self._any = self._model = None
         if isinstance(self._owned, tempfile.TemporaryDirectory):
             self._owned.cleanup()
@@ -193,7 +192,6 @@ class OpenVino(Backend):
             raise UsageError(f"openvino: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax.")
 
     def describe(self) -> str:
-        """Names precision, operators and streams."""
         words = {
             "f32": "float32",
             "bf16": "bfloat16",
@@ -210,12 +208,10 @@ class OpenVino(Backend):
 
     @property
     def exact(self) -> bool:
-        """True for float32."""
         return self.precision == "f32"
 
     @property
     def quantizes(self) -> bool:
-        """True for the int8 precisions."""
         return self.precision.startswith("int8")
 
     @property
@@ -230,7 +226,6 @@ class OpenVino(Backend):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The packages that ``run.py`` imports."""
         return ("openvino", "numpy")
 
     def why_not_here(self) -> str | None:

@@ -69,6 +69,8 @@ class Plan:
     """Maximum duration of the paired timing that counts."""
     width: float = 0.03
     """Relative width of the ratio's interval at which sampling stops."""
+    min_quads: int = 6
+    """Minimum number of quads of the timing in one start of a confirmation."""
     floor: float = 0.0
     """Stop a recipe whose speed-up is surely below this after the first timing."""
     best: float = 0.0

@@ -8,7 +8,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.trained import Trained
 from trimtab.core.trial import State, Trial
 from trimtab.report import formatting as words
-from trimtab.report.charts import Chart, safe
+from trimtab.report.charts import Chart, safe, scatter
 from trimtab.study import ranking
 from trimtab.study.record import Record
 
@@ -131,16 +131,8 @@ def curves(record: Record) -> Chart | None:
             if not points:
                 continue
             x, y = zip(*points, strict=True)
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": list(x),
-                    "y": list(y),
-                    "name": safe(f"{words.clipped(named(each.recipe), 60)}, {name}"),
-                    "line": {"color": colour, "dash": dash, "width": 2},
-                }
-            )
+            title = f"{words.clipped(named(each.recipe), 60)}, {name}"
+            data.append(scatter("lines", title, x, y, line={"color": colour, "dash": dash, "width": 2}))
     if not data:
         return None
     layout = {
@@ -161,18 +153,12 @@ def tradeoff(record: Record) -> Chart | None:
     data = []
     for name, compressed, colour in (("not compressed", False, "@quiet"), ("compressed", True, "@accent")):
         own = [trial for trial in found if trial.recipe.compresses is compressed]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": [trial.latency_ms.median for trial in own if trial.latency_ms is not None],
-                "y": [trial.score for trial in own],
-                "text": [safe(words.clipped(words.recipe(trial.recipe, record), 90)) for trial in own],
-                "hovertemplate": "%{text}<br>%{x:.3g} ms, score %{y:.4f}<extra></extra>",
-                "marker": {"color": colour, "size": 10},
-            }
-        )
+        x = [trial.latency_ms.median for trial in own if trial.latency_ms is not None]
+        text = [safe(words.clipped(words.recipe(trial.recipe, record), 90)) for trial in own]
+        hover = "%{text}<br>%{x:.3g} ms, score %{y:.4f}<extra></extra>"
+        marker = {"color": colour, "size": 10}
+        y = [trial.score for trial in own]
+        data.append(scatter("markers", name, x, y, text=text, hovertemplate=hover, marker=marker))
     layout = {
         "xaxis": {"title": {"text": "latency in ms"}, "type": "log"},
         "yaxis": {"title": {"text": "score on the data of the search"}},

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from trimtab.core.diagnosis import Diagnosis, standing
 from trimtab.report import doctor_text, doctor_trace
 from trimtab.report import doctor_words as said
 from trimtab.report import formatting as words
-from trimtab.report.page import FOLDER, policy, shown, source
+from trimtab.report.page import PAGES, policy, source
 
 BADGES = {"error": "bad", "warning": "warn", "note": ""}
 
@@ -21,6 +20,7 @@ def html(diagnosis: Diagnosis) -> str:
     """``diagnosis`` as a page that fetches nothing."""
     record = diagnosis.record
     spans, height, span_ms = doctor_trace.boxes(record)
+    flame, flame_height = doctor_trace.flame(record)
     longest = max((one.ms for one in record.operators), default=0.0)
     return _rendered(
         "doctor.jinja",
@@ -35,6 +35,8 @@ def html(diagnosis: Diagnosis) -> str:
         spans=spans,
         span_height=height,
         span_ms=span_ms,
+        flame=flame,
+        flame_height=flame_height,
         row_height=doctor_trace.ROW,
         memory=said.memory(record),
         curve="" if record.memory is None else doctor_trace.curve(record.memory.curve),
@@ -43,11 +45,13 @@ def html(diagnosis: Diagnosis) -> str:
     )
 
 
-def tuned_html(tuned: Any, name: str) -> str:
-    """A :class:`~trimtab.probe.tuning.TunedScript` as a page that fetches nothing. ``name`` is its command line."""
+def tuned_html(tuned: Any) -> str:
+    """A :class:`~trimtab.probe.tuning.TunedScript` as a page that fetches nothing."""
     confirmed = tuned.confirmed
     kept = tuned.configuration is not None and confirmed is not None and confirmed.gain is not None
-    return _rendered("tuned.jinja", tuned=tuned, record=tuned.record, confirmed=confirmed, kept=kept, name=name)
+    return _rendered(
+        "tuned.jinja", tuned=tuned, record=tuned.record, confirmed=confirmed, kept=kept, name=shlex.join(tuned.command)
+    )
 
 
 def profile_html(profile: Any) -> str:
@@ -56,16 +60,8 @@ def profile_html(profile: Any) -> str:
 
 
 def _rendered(template: str, **values: Any) -> str:
-    pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=shown,
-    )
     theme = source("theme")
-    page = pages.get_template(template).render(
+    page = PAGES.get_template(template).render(
         said=said, words=words, style=Markup(source("style")), theme=Markup(theme), policy=policy([theme]), **values
     )
     return page.encode("utf-8", "replace").decode("utf-8")

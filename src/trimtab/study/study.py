@@ -259,11 +259,18 @@ class Study:
             return "Other processes use this machine, where several threads cannot be timed."
         return self.prepared.why_not(recipe) or self.trainings.why_not(recipe)
 
-    def plan(self, *, seconds: float | None = None, width: float = 0.03, **reach: float) -> Plan:
-        """How trials are checked and timed; ``reach`` has the thresholds for the first timing."""
+    def plan(self, *, seconds: float | None = None, width: float = 0.03, floor: float = 0.0, best: float = 0.0) -> Plan:
+        """How trials are checked and timed; ``floor`` and ``best`` are the thresholds for the first timing."""
         options, timing = self.options, seconds or self.options.timing_s
-        times = {"quick_s": timing / 4, "seconds": timing, "width": width}
-        return Plan(objective=options.objective, limits=options.limits, **times, **reach)
+        return Plan(
+            objective=options.objective,
+            limits=options.limits,
+            quick_s=timing / 4,
+            seconds=timing,
+            width=width,
+            floor=floor,
+            best=best,
+        )
 
     def _keep_thread_limit(self) -> None:
         """Time with as many threads as the run that began this study: ratios of other numbers of threads cannot be compared."""
