@@ -14,12 +14,15 @@ from trimtab.study.record import Record
 
 SHOWN = 40
 """Most compressed forms in the table."""
+BARS = 25
+"""Most layers in the chart of sensitivities."""
 UNTRIED = (
     "Smaller networks were not tried. --compress auto (in Python, compress='auto') removes channels, layers or bits, trains "
     "the rest to follow the model, and judges the result like every other recipe."
 )
 FORM_HEADS = ("form", "state", "parameters", "zeros", "speed-up", "latency", "score", "drop at most", "size")
 LAYER_HEADS = ("layer", "kind", "weights before", "weights now", "zeros", "bits")
+SENSITIVITY_HEADS = ("layer", "change of the outputs in 8 bits")
 TRAINING_HEADS = ("training", "state", "updates", "examples", "time", "held-out loss before", "after")
 
 
@@ -79,6 +82,39 @@ def _layer(layer: Layer) -> tuple[str, ...]:
 
 def _sizes(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))
+
+
+def sensitivities(record: Record) -> tuple[tuple[str, float], ...]:
+    """Layers of the model as written, with the change of the outputs that their rounding makes; most sensitive first."""
+    return next((trial.sensitivity for trial in record.trials if trial.sensitivity), ())
+
+
+def sensitivity_rows(record: Record) -> list[tuple[str, ...]]:
+    """A row of text for each layer, with the columns :data:`SENSITIVITY_HEADS`."""
+    return [(plain(name), f"{value:.3g}") for name, value in sensitivities(record)]
+
+
+def rounding(record: Record) -> Chart | None:
+    """The sensitivity of each layer as a bar, most sensitive first."""
+    found = [(safe(words.clipped(name, 40)), value) for name, value in sensitivities(record)[:BARS]]
+    if not found:
+        return None
+    names, values = zip(*found, strict=True)
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(names),
+        "x": list(values),
+        "marker": {"color": "@accent"},
+        "hovertemplate": "%{y}<br>%{x:.3g} of the outputs' variance<extra></extra>",
+    }
+    layout = {
+        "xaxis": {"title": {"text": "change of the outputs, relative to their variance"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showgrid": False, "automargin": True},
+        "showlegend": False,
+    }
+    about = f"How much the outputs change when one layer alone is rounded to 8 bits; {names[0]} matters most, {values[0]:.3g}."
+    return Chart("rounding", about, [bars], layout, 90 + 22 * len(found))
 
 
 def training_rows(record: Record) -> list[tuple[str, ...]]:

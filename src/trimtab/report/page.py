@@ -33,7 +33,7 @@ def html(record: Record, folder: pathlib.Path) -> str:
     placed = {point.row for point in _charts.points(record, rows)}
     found = (
         *(_charts.ladder(record), _charts.pareto(record, rows), roofline(record)),
-        *(compression.curves(record), compression.tradeoff(record)),
+        *(compression.curves(record), compression.tradeoff(record), compression.rounding(record)),
     )
     charts = {chart.name: chart for chart in found if chart is not None}
     scripts = {name: source(name) for name in ("theme", "app")} | {"plotly": _plotly()}

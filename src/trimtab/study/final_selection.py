@@ -88,7 +88,8 @@ class _Ending:
             return "limits_not_met", self.unmet(), None
         tried = _first(run_off(study, ahead(study, self.again), until=until))
         study.look_again()
-        study.progress.stage("confirming the winner in fresh processes, on the test data")
+        winner = "confirming the winner in fresh processes, on the test data"
+        study.progress.stage(winner if tried else "nothing seems faster: writing the original as an artifact")
         found, lost = self.holding(tried, must_win=must_win)
         if found is not None:
             study.notes += conclusions.moved(study, found.confirmation.comparison)

@@ -31,7 +31,8 @@ from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
-from trimtab.study.samplers.ladder import Ask, SearchState
+from trimtab.study.samplers.ladder import LONG, MORE_TRAININGS, Ask, SearchState
+from trimtab.study.samplers.quantization import UPDATES
 from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file
 from trimtab.study.task import InferenceTask, Task
@@ -310,9 +311,14 @@ class Study:
             throughput=self.options.objective == "throughput",
             convolves=self.prepared.convolves,
             compress=self.options.compress,
+            **self._trainings_allowed(),
             feasible=lambda trial: ranking.feasible(trial, self.options.limits),
             value=lambda trial: ranking.value(trial, self.options.objective),
         )
+
+    def _trainings_allowed(self) -> dict[str, Any]:
+        """More and longer trainings, if the user gave a budget for them."""
+        return {} if self.options.train_s is None else {"updates": (*UPDATES, LONG), "trainings": MORE_TRAININGS}
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
         """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""
