@@ -132,7 +132,7 @@ def _declined(diagnosis: Diagnosis) -> Iterator[str]:
     for finding in lost:
         other = ": the losses differ, so it is another training" if standing(finding) == "other losses" else ""
         rows.append(_row(finding.gain, f"{said.remedy(finding)}{other}"))
-    yield from _distinct(rows)
+    yield from dict.fromkeys(rows)
 
 
 def _open(diagnosis: Diagnosis) -> Iterator[str]:
