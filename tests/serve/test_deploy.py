@@ -114,6 +114,7 @@ def test_the_install_lines_of_an_image_give_a_server_without_torch(tmp_path: pat
 
 def test_the_written_flags_are_read_as_the_same_options(net: pathlib.Path) -> None:
     more = {"max_wait_s": 0.0025, "deadline_s": 90.0, "p99_s": 0.02, "memory_mb": 1500.0, "max_body_mb": 0.1, "trust": True}
+    more |= {"shadow": 0.01, "canary": 0.05, "canary_time_s": 30.0}
     options = Options(models={"net": net}, instances=2, queue=1_000_000, log_requests=True, **more)
     words = deploy.arguments(options)
     flags: dict[str, Any] = {"trust": words.pop(words.index("--trust")), "log_requests": words.pop()}
