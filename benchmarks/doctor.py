@@ -1,27 +1,32 @@
 """What ``trimtab doctor``, ``tune`` and ``run`` find and gain on scripts whose cause of slowness is known.
 
-    python benchmarks/doctor.py                                    # all of examples/scripts; about two hours on two quiet cores
-    python benchmarks/doctor.py --set "held out" --json benchmarks/results/doctor.json
-    python benchmarks/doctor.py --scripts gpt_chars,ring_gan --quick
-    python benchmarks/doctor.py --only-by-hand                     # without trimtab: what the edits by hand bring
+    python benchmarks/doctor.py                                    # all of examples/scripts; half an hour on two quiet cores
+    python benchmarks/doctor.py --each 4m --rounds 4               # narrower intervals
+    python benchmarks/doctor.py --only gpt_chars,ring_gan --json doctor.jsonl
+    python benchmarks/doctor.py --json doctor.jsonl                # goes on with the scripts that the file lacks
+    python benchmarks/doctor.py --json doctor.jsonl --only ""      # measures nothing, prints the table and the targets
 
-``examples/scripts/causes.toml`` says what was planted in each script; ``by_hand/NAME.diff`` removes it. Two sides
-make the same steps in turns, A B B A, in fresh processes, and are timed from the first to the last line that the script prints,
-so that start-up does not count. The interval is Student's t on the logarithms of the pairs' ratios.
+``examples/scripts/causes.toml`` says what was planted in each script; ``by_hand/NAME.diff`` removes it. Per script ``trimtab
+doctor --json`` and ``trimtab tune --json`` run with three tenths of ``--each`` as their budget. Then the script as written, its
+edit by hand and ``trimtab run`` make the same steps in turns, A B C C B A, in fresh processes, each timed from the first to the
+last line that it prints, so that start-up does not count; rounds go on while ``--each`` lasts, up to ``--rounds``. The interval
+is Student's t on the logarithms of the ratios. Where ``tune`` keeps nothing, the script runs as written and is not timed again.
 
-Per script: the edit by hand against the script as written; the check that ``trimtab doctor --json`` names first, and the gain
-that it predicts (for advice, its measured ceiling) against that of the edit; for scripts with nothing wrong, every gain that is
-claimed; ``trimtab tune`` and then ``trimtab run``, against the script as written, as a share of the time that the edit saves;
-and how far the numbers that the script prints differ under ``trimtab run``.
+Printed per script: the check that is named first, the gain that it predicts (for advice, its measured ceiling) against that of
+the edit, the time that ``trimtab run`` saves as a share of what the edit saves, the losses that ``tune`` compared and how far
+the numbers that the script prints differ under ``trimtab run``. For scripts whose cause cannot be removed from outside, the
+measured gain of the patch that ``trimtab doctor --write`` makes; for scripts with nothing wrong, every gain that is claimed.
 
 Targets: the cause is named first in 15 of 17, a prediction is within 10% of the edit in 90%, no gain is claimed for a sound
-script, ``run`` saves 80% of what the edit saves in 7 of 8 scripts whose cause can be removed from outside, and no script gets
-slower than 0.98. Shares are applied to the scripts that were measured. The exit status is 1 if a target is missed, 0 if not.
+script, ``run`` saves 80% of what the edit saves in 7 of 8 scripts whose cause can be removed from outside, the losses stay
+under ``run``, and no script gets slower than 0.98. Shares are applied to the scripts that were measured. The exit status is 1
+if a target is missed, 0 if not. ``--json`` appends one line per script as soon as it is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -35,10 +40,11 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimtab._internal.serialization import to_json, write_json
+from trimtab._internal.serialization import from_json, to_json
+from trimtab._internal.units import seconds
 from trimtab.core.diagnosis import LOSSES_STAY
 from trimtab.core.measurement import Interval
 from trimtab.hardware.environment import Environment
@@ -47,7 +53,12 @@ from trimtab.measure.quantiles import t_quantile
 
 SCRIPTS = pathlib.Path(__file__).resolve().parent.parent / "examples" / "scripts"
 NAMED, NEAR, PREDICTED, OF_HAND, SAVED, SLOWEST = 15 / 17, 0.10, 0.9, 7 / 8, 0.8, 0.98
-DISTURBED = 0.1
+CLAIM = 1.05
+"""Speed-up from which on a gain counts as claimed for a script with nothing wrong."""
+TOOL = 0.3
+"""Share of the time of a script for ``doctor``, and for ``tune``."""
+DISTURBED, SAME = 0.1, 1e-2
+"""Foreign CPU share above which a row is marked, and relative difference up to which printed numbers are the same."""
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 
 
@@ -81,10 +92,10 @@ class Script:
         return folder
 
 
-def read_scripts() -> list[Script]:
-    """All scripts of ``causes.toml``."""
+def read_scripts() -> dict[str, Script]:
+    """All scripts of ``causes.toml``, by name."""
     table = tomllib.loads((SCRIPTS / "causes.toml").read_text(encoding="utf-8"))["script"]
-    return [Script(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}) for row in table]
+    return {row["name"]: from_json(Script, row) for row in table}
 
 
 @dataclasses.dataclass
@@ -106,20 +117,15 @@ class Side:
         """
         dashes = ["--"] if self.dashes else []
         command = [*self.prefix, *self.script.command, *dashes, *self.script.arguments()]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-        with tempfile.TemporaryFile("w+") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-            assert process.stdout is not None
-            lines, times = [], []
-            for line in process.stdout:
+        options: dict[str, Any] = {"cwd": self.folder, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
+        lines, times = [], []
+        with (
+            tempfile.TemporaryFile("w+") as log,
+            subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, **options
+            ) as process,
+        ):
+            for line in process.stdout or ():
                 times.append(time.perf_counter())
                 lines.append(line)
             if process.wait():
@@ -131,16 +137,23 @@ class Side:
         return times[-1] - times[0]
 
 
-def against(side: Side, rival: Side, rounds: int) -> Interval:
-    """How many times as fast ``side`` is as ``rival``: ``rounds`` of A B B A in fresh processes."""
-    logs = []
-    for _ in range(rounds):
-        first, second = rival.seconds(), side.seconds()
-        third, fourth = side.seconds(), rival.seconds()
-        logs += [math.log(first / second), math.log(fourth / third)]
-    half = t_quantile(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.fmean(logs)
-    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+def in_turns(written: Side, rivals: Sequence[Side], rounds: int, until: float) -> list[Interval]:
+    """How many times as fast each of ``rivals`` is as ``written``: rounds of A B C C B A in fresh processes, at least one."""
+    logs: list[list[float]] = [[] for _ in rivals]
+    for done in range(rounds):
+        begun = time.monotonic()
+        for order in (1, -1):
+            times = {id(side): side.seconds() for side in [written, *rivals][::order]}
+            for found, side in zip(logs, rivals, strict=True):
+                found.append(math.log(times[id(written)] / times[id(side)]))
+        if done + 1 < rounds and 2 * time.monotonic() - begun > until:
+            break
+    result = []
+    for found in logs:
+        half = t_quantile(0.975, len(found) - 1) * statistics.stdev(found) / math.sqrt(len(found))
+        mean = statistics.fmean(found)
+        result.append(Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half)))
+    return result
 
 
 def drift(first: str, second: str) -> float | None:
@@ -151,9 +164,9 @@ def drift(first: str, second: str) -> float | None:
     return max(abs(a - b) / max(abs(a), abs(b), 1e-3) for a, b in zip(left, right, strict=True))
 
 
-def trimtab(command: str, script: Script, folder: pathlib.Path, budget_s: float) -> dict[str, Any]:
+def trimtab(command: str, script: Script, folder: pathlib.Path, budget_s: float, *more: str) -> dict[str, Any]:
     """The JSON that ``trimtab doctor`` or ``trimtab tune`` prints for the script with its own defaults."""
-    words = [sys.executable, "-m", "trimtab", command, "--json", "--budget", f"{budget_s:g}s", *script.command]
+    words = [sys.executable, "-m", "trimtab", command, "--json", "--budget", f"{budget_s:g}s", *more, *script.command]
     ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     try:
         found: dict[str, Any] = json.loads(ended.stdout)
@@ -162,32 +175,54 @@ def trimtab(command: str, script: Script, folder: pathlib.Path, budget_s: float)
     return found
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
+class Claim:
+    """A finding of ``trimtab doctor``."""
+
+    rule: str
+    where: str | None
+    gain: Interval | None
+    losses: str
+    most: Interval | None
+
+
+@dataclasses.dataclass(kw_only=True)
 class Row:
     """What was found for one script."""
 
     script: Script
+    conditions: dict[str, Any] = dataclasses.field(default_factory=dict)
     hand: Interval | None = None
     """Speed of the edit by hand over that of the script as written."""
-    named: str | None = None
-    """The check of the first finding."""
-    where: str | None = None
-    predicted: Interval | None = None
-    """Of the first finding: its gain, else the measured ceiling of its advice."""
-    ceiling: bool = False
-    findings: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    findings: list[Claim] = dataclasses.field(default_factory=list)
     score: int | None = None
+    patch: str | None = None
+    """Gain of the patch of ``doctor --write``, or why there is none."""
+    kept: dict[str, Any] | None = None
+    """Settings that ``tune`` kept; ``None`` if it did not run."""
+    losses: str | None = None
+    """As ``tune`` compared them with the settings together."""
     tuned: Interval | None = None
     """Speed of ``trimtab run`` over that of the script as written."""
-    settings: Any = None
     drift: float | None = None
     foreign: float | None = None
+    seconds: float = 0.0
     problems: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def named(self) -> Claim | None:
+        """The first finding, unless it says that nothing is wrong."""
+        return self.findings[0] if self.findings and self.findings[0].rule != "healthy" else None
 
     @property
     def right(self) -> bool:
         """Whether the planted cause is named first."""
-        return self.named in self.script.checks
+        return self.named is not None and self.named.rule in self.script.checks
+
+    @property
+    def predicted(self) -> Interval | None:
+        """Of the first finding: its gain, else the measured ceiling of its advice."""
+        return None if self.named is None else self.named.gain or self.named.most
 
     @property
     def off(self) -> float | None:
@@ -199,16 +234,23 @@ class Row:
     @property
     def claimed(self) -> list[str]:
         """Gains that are claimed for a script with nothing wrong. What changes the losses is another training, and no claim."""
-        same = [f for f in self.findings if f["gain"] and f["losses"] in LOSSES_STAY]
-        sure = [f for f in same if f["gain"]["low"] > 1 and f["gain"]["value"] >= 1.05]
-        return [f"{f['rule']} {f['gain']['value']:.2f}x" for f in sure if not self.script.checks]
+        same = [f for f in self.findings if f.gain and f.losses in LOSSES_STAY]
+        sure = [f"{f.rule} {f.gain.value:.2f}x" for f in same if f.gain and f.gain.low > 1 and f.gain.value >= CLAIM]
+        return [] if self.script.checks else [*sure, *(["tune"] if self.tuned and self.tuned.value >= CLAIM else [])]
 
     @property
     def saved(self) -> float | None:
         """The time that ``trimtab run`` saves as a share of what the edit by hand saves."""
-        if self.hand is None or self.tuned is None or self.hand.value <= 1:
+        if self.hand is None or self.kept is None or self.hand.value <= 1:
             return None
-        return (1 - 1 / self.tuned.value) / (1 - 1 / self.hand.value)
+        return (1 - 1 / self.tuned.value) / (1 - 1 / self.hand.value) if self.tuned else 0.0
+
+    @property
+    def parity(self) -> bool | None:
+        """Whether the losses stayed under ``trimtab run``; ``None`` if it did not run, or runs as written."""
+        if self.tuned is None:
+            return None
+        return self.losses in LOSSES_STAY and (self.drift is None or self.drift <= SAME)
 
     def line(self) -> str:
         """The row of the table."""
@@ -216,134 +258,154 @@ class Row:
         def ratio(found: Interval | None) -> str:
             return "-" if found is None else f"{found.value:.2f} ({found.low:.2f}-{found.high:.2f})"
 
-        mark = "" if self.named is None or not self.script.checks else "yes " if self.right else "NO "
+        mark = "" if self.score is None or not self.script.checks else "yes " if self.right else "NO "
+        ceiling = "at most " if self.named is not None and self.named.gain is None and self.named.most is not None else ""
+        patch = [f"patch {self.patch}"] if self.patch else []
         cells = [
             self.script.name,
             self.script.cause[:37] or "nothing wrong",
             ratio(self.hand),
-            mark + (self.named or "-"),
-            ("at most " if self.ceiling else "") + ratio(self.predicted),
+            mark + (self.named.rule if self.named else "-"),
+            ceiling + ratio(self.predicted),
             "-" if self.off is None else f"{self.off:+.0%}",
-            ratio(self.tuned),
+            "as written" if self.kept is not None and not self.kept else ratio(self.tuned),
             "-" if self.saved is None else f"{self.saved:.0%}",
-            "-" if self.drift is None else f"{self.drift:.0e}",
-            ("(noisy) " if (self.foreign or 0) > DISTURBED else "") + "; ".join([*self.claimed, *self.problems])[:200],
+            f"{self.losses or '-'}{'' if self.drift is None else f', {self.drift:.0e}'}",
+            ("(noisy) " if (self.foreign or 0) > DISTURBED else "") + "; ".join([*self.claimed, *patch, *self.problems])[:200],
         ]
         return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
-WIDTHS = (19, 38, 18, 26, 26, 6, 18, 6, 7, 0)
-COLUMNS = ("script", "planted", "edit by hand", "named first", "predicted", "off", "tune + run", "of it", "losses", "")
+WIDTHS = (19, 38, 18, 26, 26, 6, 18, 6, 22, 0)
+COLUMNS = ("script", "planted", "edit by hand", "named first", "predicted", "off", "tune + run", "of it", "losses, printed", "")
 HEAD = " ".join(f"{name:<{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True)).rstrip()
 
 
 def measure(script: Script, asked: argparse.Namespace, scratch: pathlib.Path) -> Row:
-    """Everything about one script."""
-    row, rounds = Row(script), 1 if asked.quick else asked.rounds
-    host = Host({os.getpid()})
+    """Everything about one script, within about ``asked.each`` seconds."""
+    begun, host, row = time.monotonic(), Host({os.getpid()}), Row(script=script)
     before = host.snapshot()
-    written = Side(script, script.copied(scratch / "written"))
+    written, rivals = Side(script, script.copied(scratch / "written")), list[Side]()
     try:
-        if script.checks and not asked.without_by_hand:
-            row.hand = against(Side(script, script.copied(scratch / "edited", edited=True)), written, rounds)
         if not asked.only_by_hand:
-            diagnosed(row, trimtab("doctor", script, script.copied(scratch / "doctor"), asked.budget))
+            folder = script.copied(scratch / "doctor")
+            patch = [] if script.outside or not script.checks else ["--write", str(scratch / "patch.diff")]
+            diagnosed(row, trimtab("doctor", script, folder, TOOL * asked.each, *patch))
         if not asked.only_by_hand and not asked.without_tune:
-            tuned(row, written, scratch / "tuned", asked.budget, rounds)
+            folder = script.copied(scratch / "tuned")
+            found = trimtab("tune", script, folder, TOOL * asked.each)
+            row.kept = {name: value for name, value in found["kept"].items() if value not in (None, False, {}, [])}
+            row.losses = found["confirmed"]["losses"] if found["confirmed"] and row.kept else None
+            rivals += [Side(script, folder, (sys.executable, "-m", "trimtab", "run"), dashes=True)] if row.kept else []
+        if script.checks:
+            rivals.append(Side(script, script.copied(scratch / "edited", edited=True)))
+        ratios = in_turns(written, rivals, asked.rounds, begun + asked.each) if rivals else []
+        if script.checks:
+            row.hand = ratios.pop()
+        if ratios:
+            row.tuned, row.drift = ratios[0], drift(written.printed, rivals[0].printed)
     except RunError as error:
         row.problems.append(str(error))
-    row.foreign = foreign(before, host.snapshot())
+    row.foreign, row.seconds = foreign(before, host.snapshot()), round(time.monotonic() - begun, 1)
     return row
 
 
 def diagnosed(row: Row, found: dict[str, Any]) -> None:
     """Fill in what ``trimtab doctor`` found."""
-    row.findings, row.score = found["findings"], found["score"]["total"]
-    if row.findings:
-        first = row.findings[0]
-        row.named, row.where, row.ceiling = first["rule"], first["where"], first["gain"] is None and first["most"] is not None
-        gain = first["gain"] or first["most"]
-        row.predicted = None if gain is None else Interval(**gain)
-
-
-def tuned(row: Row, written: Side, folder: pathlib.Path, budget_s: float, rounds: int) -> None:
-    """Let ``trimtab tune`` search, then time ``trimtab run`` against the script as written."""
-    row.settings = trimtab("tune", row.script, row.script.copied(folder), budget_s).get("settings")
-    side = Side(row.script, folder, (sys.executable, "-m", "trimtab", "run"), dashes=True)
-    row.tuned = against(side, written, rounds)
-    row.drift = drift(written.printed, side.printed)
+    names = [field.name for field in dataclasses.fields(Claim)]
+    row.findings = [from_json(Claim, {name: finding[name] for name in names}) for finding in found["findings"]]
+    row.score = found["score"]["total"]
+    if (patch := found["patch"]) is not None:
+        gain = patch["gain"]
+        row.patch = f"{gain['value']:.2f}x, losses {patch['losses']}" if gain else patch["reason"]
 
 
 def summary(rows: list[Row]) -> tuple[list[str], bool]:
     """Sentences about each target, and whether all of them are met."""
     lines, good = [], True
 
-    def target(name: str, count: int, of: int, share: float, names: list[str]) -> None:
+    def target(name: str, share: float, of: list[Row], met: Callable[[Row], bool], shown: Callable[[Row], object]) -> None:
         nonlocal good
-        met = count >= math.floor(share * of + 1e-9)
-        good &= met
+        short, needed = [row for row in of if not met(row)], math.floor(share * len(of) + 1e-9)
+        passed = len(of) - len(short) >= needed
+        good &= passed
         if of:
-            lines.append(f"{name}: {count} of {of}{'' if met else ', MISSED'}{'; not ' + ', '.join(names) if names else ''}")
+            others_ = "; not " + ", ".join(f"{row.script.name} ({shown(row)})" for row in short) if short else ""
+            verdict = "PASS" if passed else "MISSED"
+            lines.append(f"{verdict:<7} {name}: {len(of) - len(short)} of {len(of)}, target {needed}{others_}")
 
-    planted = [row for row in rows if row.script.checks and row.score is not None]
-    wrong = [f"{row.script.name} ({row.named or 'nothing'})" for row in planted if not row.right]
-    target("cause named first", len(planted) - len(wrong), len(planted), NAMED, wrong)
-    told = [row for row in planted if row.off is not None]
-    far = [f"{row.script.name} ({row.off:+.0%})" for row in told if row.off is not None and abs(row.off) > NEAR]
-    target(f"prediction within {NEAR:.0%}", len(told) - len(far), len(told), PREDICTED, far)
-    sound = [row for row in rows if not row.script.checks and row.score is not None]
-    false = [f"{row.script.name} ({', '.join(row.claimed)})" for row in sound if row.claimed]
-    target("no gain claimed for a sound script", len(sound) - len(false), len(sound), 1.0, false)
+    seen = [row for row in rows if row.score is not None]
+    for kind in ("development", "held out"):
+        planted = [row for row in seen if row.script.checks and row.script.set == kind]
+        target(f"cause named first, {kind}", NAMED, planted, lambda r: r.right, lambda r: r.named.rule if r.named else "-")
+    near = [row for row in seen if row.off is not None]
+    target(f"prediction within {NEAR:.0%}", PREDICTED, near, lambda r: abs(r.off or 0) <= NEAR, lambda r: f"{r.off:+.0%}")
+    sound = [row for row in seen if not row.script.checks]
+    target("no gain claimed for a sound script", 1.0, sound, lambda r: not r.claimed, lambda r: ", ".join(r.claimed))
     outside = [row for row in rows if row.script.outside and row.saved is not None]
-    short = [f"{row.script.name} ({row.saved:.0%})" for row in outside if row.saved is not None and row.saved < SAVED]
-    target(f"tune + run save {SAVED:.0%} of what the edit saves", len(outside) - len(short), len(outside), OF_HAND, short)
+    save = f"tune + run save {SAVED:.0%} of what the edit saves"
+    target(save, OF_HAND, outside, lambda r: (r.saved or 0) >= SAVED, lambda r: f"{r.saved:.0%}")
+    inside = [row for row in seen if row.script.checks and not row.script.outside]
+    told = [row.script.name for row in inside if row.patch]
+    lines += (
+        [f"        a patch for {len(told)} of {len(inside)} whose cause needs an edit: {', '.join(told)}"] if inside else []
+    )
     timed = [row for row in rows if row.tuned is not None]
-    slower = [f"{row.script.name} ({row.tuned.value:.2f})" for row in timed if row.tuned and row.tuned.high < SLOWEST]
-    target(f"not slower than {SLOWEST}", len(timed) - len(slower), len(timed), 1.0, slower)
+    target("losses stay under run", 1.0, timed, lambda r: r.parity is True, lambda r: f"{r.losses}, {r.drift}")
+    target(
+        f"not slower than {SLOWEST}", 1.0, timed, lambda r: not r.tuned or r.tuned.high >= SLOWEST, lambda r: r.tuned
+    )  # fmt: skip
     if failed := [row.script.name for row in rows if row.problems]:
-        lines.append(f"failed: {', '.join(failed)}")
+        lines.append(f"FAILED  {', '.join(failed)}")
     return lines, good and not failed
 
 
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", default="", help="some of them, by name, with commas between")
+    parser.add_argument("--only", help="some of the scripts, by name, with commas between; empty: none")
     parser.add_argument("--set", choices=("development", "held out"), help="one of the two sets")
-    parser.add_argument("--rounds", type=int, default=2, help="of A B B A for each comparison")
-    parser.add_argument("--quick", action="store_true", help="one round of each")
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds for each doctor and each tune")
-    parser.add_argument("--only-by-hand", action="store_true", help="without trimtab")
-    parser.add_argument("--without-by-hand", action="store_true", help="without the edits by hand")
+    parser.add_argument("--each", default="90s", type=lambda text: seconds(text, "--each"), help="time for a script [90s]")
+    parser.add_argument("--rounds", type=int, default=3, help="of turns, at most; one is always made [3]")
+    parser.add_argument("--only-by-hand", action="store_true", help="without trimtab: what the edits by hand bring")
     parser.add_argument("--without-tune", action="store_true", help="doctor only")
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    parser.add_argument("--json", type=pathlib.Path, help="append figures here, and leave out scripts that are there")
     return parser.parse_args()
+
+
+def known(path: pathlib.Path | None) -> list[Row]:
+    """The rows in ``path``, of each script the last."""
+    text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+    rows = [from_json(Row, json.loads(line)) for line in text.splitlines()]
+    return list({row.script.name: row for row in rows}.values())
 
 
 def main() -> int:
     """Measure what was asked for; 1 if a target is missed."""
-    asked, environment, busy = options(), Environment.capture(), others()
-    names = asked.scripts.split(",") if asked.scripts else [script.name for script in read_scripts()]
-    scripts = {script.name: script for script in read_scripts()}
+    asked, environment, scripts = options(), Environment.capture(), read_scripts()
+    names = list(scripts) if asked.only is None else [name for name in asked.only.split(",") if name]
     if unknown := set(names) - set(scripts):
         sys.exit(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
-    print(f"{environment.cpu}, {environment.usable_cores} CPUs, {environment.os}; {busy}")
-    print(", ".join(f"{name} {version}" for name, version in environment.versions.items()))
-    rounds = 1 if asked.quick else asked.rounds
-    print(f"{rounds} x A B B A in fresh processes, {asked.budget:g} s a doctor and a tune, load {os.getloadavg()[0]:.1f}")
-    print(HEAD, flush=True)
-    rows: list[Row] = []
-    for script in (scripts[name] for name in names):
-        if asked.set in (None, script.set):
-            with tempfile.TemporaryDirectory(prefix="doctor-") as scratch:
-                rows.append(measure(script, asked, pathlib.Path(scratch)))
-            print(rows[-1].line(), flush=True)
-            if asked.json:
-                derived = ("right", "off", "claimed", "saved")
-                figures = [to_json(row) | {name: getattr(row, name) for name in derived} for row in rows]
-                conditions = {"rounds": rounds, "budget_s": asked.budget, "environment": to_json(environment)}
-                asked.json.parent.mkdir(parents=True, exist_ok=True)
-                write_json(asked.json, conditions | {"rows": figures})
+    rows = known(asked.json)
+    done = {row.script.name for row in rows} if asked.only is None else set()
+    here = f"{environment.cpu}, {environment.usable_cores} CPUs, {environment.os}"
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
+    print(f"{here}; {others()}; load {os.getloadavg()[0]:.1f}\n{versions}")
+    print(f"{asked.each:g} s a script, up to {asked.rounds} rounds of turns in fresh processes\n{HEAD}", flush=True)
+    for row in rows:
+        print(row.line(), flush=True)
+    for script in (scripts[name] for name in names if name not in done):
+        if asked.set not in (None, script.set):
+            continue
+        busy = str(others())
+        with tempfile.TemporaryDirectory(prefix="doctor-") as scratch:
+            row = measure(script, asked, pathlib.Path(scratch))
+        row.conditions = {"machine": here, "torch": environment.versions.get("torch"), "each_s": asked.each, "busy": busy}
+        rows = [*(each for each in rows if each.script.name != script.name), row]
+        print(row.line(), flush=True)
+        with asked.json.open("a", encoding="utf-8") if asked.json else contextlib.nullcontext(None) as file:
+            if file is not None:
+                file.write(json.dumps(to_json(row)) + "\n")
     lines, good = summary(rows)
     print("\n" + "\n".join(lines))
     return 0 if good else 1

@@ -1,6 +1,8 @@
 """Every check of scripts against the suite that plug-ins use: records with the fault, and near misses that stay silent."""
 
 import dataclasses
+import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +102,11 @@ FAULTS: dict[str, dict[str, ProbeRecord]] = {
             run_s={"start": 3.0, "steps": 4.0, "epoch start": 1.2},
         )
     },
-    "slow_example": {"a loop": with_lines(*LOOP, record=READS), "lines that workers do not help": with_lines(*SLOW)},
+    "slow_example": {
+        "a loop": with_lines(*LOOP, record=READS),
+        "lines that workers do not help": with_lines(*SLOW),
+        "a loop in a worker": with_loader(workers=1, read_ms=90.0, lines=(dataclasses.replace(LOOP[0], share=0.9),)),
+    },
     "small_files": {
         "counted": with_loader(workers=0, opens=1.0),
         "seen": with_lines(*OPENS, record=READS),
@@ -356,6 +362,9 @@ def test_a_dear_example_comes_before_workers_that_would_only_share_it_out() -> N
         "small_files": changed(dear, loaders=(dataclasses.replace(loader, opens=1.0),)),
     }.items():
         assert [finding.rule for finding in run_checks(case, MACHINE)[0]] == [rule, "workers_few"]
+    worker = changed(FAULTS["slow_example"]["a loop in a worker"], cores=2)
+    assert [finding.rule for finding in run_checks(worker, MACHINE)[0]] == ["slow_example", "workers_few"]
+    assert found(changed(FAULTS["layout"]["contiguous"], tried={"channels_last": 0.2}), "layout").share == 0.2
     assert found(FAULTS["precision"]["float32"], "precision").share is None, "no evidence tells what it would save"
 
 
@@ -375,3 +384,20 @@ def test_a_check_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "zero_fill" in [finding.rule for finding in findings]
     assert len(failures) == 1
     assert failures[0].startswith("The check padding failed: ZeroDivisionError: division by zero")
+
+
+def test_the_table_of_checklists_names_every_check_and_says_what_is_declined() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "doctor-checks.md").read_text(encoding="utf-8")
+    assert [name for name in script_checks() if f"(../src/trimtab/checks/{name}.py)" not in page] == []
+    advice = (
+        "in-place",
+        "views",
+        "activation function, depth",
+        "initialisation",
+        "`channels_last`",
+        "checkpointing",
+        "mixed",
+        "streams",
+    )
+    advice += ("cuDNN benchmark", "num_workers", "pin_memory", "prefetch", "data format", "quantization", "fusion")
+    assert [word for word in advice if not re.search(rf"^\| [^|]*{re.escape(word)}", page, re.MULTILINE)] == []

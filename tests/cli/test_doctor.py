@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
@@ -65,3 +69,28 @@ def test_wrong_words_are_refused(folder: pathlib.Path) -> None:
         with pytest.raises(UsageError, match="wait,warm-up,active,repeat"):
             Schedule.parse(text)
     assert Schedule.parse("1, 2,3,4").steps == 25
+
+
+def examined(folder: pathlib.Path, *words: str) -> Any:
+    """The JSON that ``trimtab doctor`` prints."""
+    command = [sys.executable, "-m", "trimtab", "doctor", "--json", "--budget", "60s", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_doctor_writes_what_it_is_asked_for_and_leaves_the_script_alone(folder: pathlib.Path) -> None:
+    text = (pathlib.Path(__file__).parents[1] / "probe" / "scripts" / "train.py").read_text(encoding="utf-8")
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    found = examined(folder, "--out", "out", "--write", "patch.diff", "--trace", "traces", "--nvtx", "train.py")
+    assert {path.name for path in (folder / "out").iterdir()} == {"report.html", "doctor.json", "trace.json"}
+    assert "Flame graph" in (folder / "out" / "report.html").read_text(encoding="utf-8")
+    assert any(event["ph"] == "X" for event in json.loads((folder / "out" / "trace.json").read_bytes())["traceEvents"])
+    assert any(path.name.endswith(".pt.trace.json") for path in (folder / "traces").iterdir())
+    assert "+torch.autograd.set_detect_anomaly(False)" in (folder / "patch.diff").read_text(encoding="utf-8")
+    assert found["patch"]["gain"] or found["patch"]["reason"]
+    assert (folder / "train.py").read_text(encoding="utf-8") == text
+    assert not (folder / "model.pt").exists()
+    assert examined(folder, "workload.py")["record"]["anchor"] == "forward"

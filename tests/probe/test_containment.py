@@ -94,6 +94,14 @@ def test_killing_trimtab_leaves_no_process_and_no_file(tmp_path: pathlib.Path, m
     assert not scratch.exists()
 
 
+def test_a_script_ends_when_little_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long.py").write_text("import time; time.sleep(600)\n", encoding="utf-8")
+    monkeypatch.setattr("trimtab.probe.launch.LEAST_MEMORY", 2.0)
+    with ScriptProcess(Command.of(tmp_path / "long.py"), {"mode": "none"}) as process:
+        assert process.wait(60) == 1
+        assert process.log() == "MemoryError: trimtab ended the script, because less than 200% of the memory was left"
+
+
 def test_stopping_kills_and_keeps_what_was_left(tmp_path: pathlib.Path) -> None:
     (tmp_path / "long.py").write_text("print('here', flush=True)\nimport time; time.sleep(600)\n", encoding="utf-8")
     with ScriptProcess(Command.of(tmp_path / "long.py"), {"mode": "none"}) as process:

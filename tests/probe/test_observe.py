@@ -65,6 +65,9 @@ def test_training_with_an_optimizer(watch: Watch) -> None:
     assert (optimizer.name, optimizer.tensors, optimizer.kernel, optimizer.can_fuse) == ("Adam", 4, "single", True)
     assert (optimizer.steps, optimizer.zero_filled) == (1.0, 1.0)
     assert record.flags == {"anomaly mode": line("train.py", "set_detect_anomaly")}
+    assert set(record.tried) == {"debug_off"}
+    assert all(calls[0].startswith("module (train.py:") for calls in (stack.calls for stack in record.stacks))
+    assert record.energy
     assert len(record.losses) >= record.steps
     assert "model.pt" in record.writes
 
@@ -123,6 +126,7 @@ def test_of_two_optimizers_the_rarer_one_ends_a_step(watch: Watch) -> None:
     critic, generator = record.optimizers
     assert (critic.steps, generator.steps) == (3.0, 1.0)
     assert record.loaders == ()
+    assert record.flags == {}, "anomaly mode was turned off"
     assert {module.name for module in record.modules} == {"Linear", "Sequential"}
 
 
@@ -140,6 +144,7 @@ def test_in_inference_a_batch_is_a_step(watch: Watch) -> None:
     assert (loader.workers, loader.batch_size, loader.draws) == (1, 4, True)
     assert loader.padding == pytest.approx(0.75)
     assert loader.read_ms is not None
+    assert {each.site: each.runs for each in loader.lines}[line("embed.py", "mask[:8]")] == 4.0, "of one batch, in the worker"
     (module,) = record.modules
     assert not module.training
     assert module.gradients_unused == 1.0

@@ -6,13 +6,17 @@ import dataclasses
 import json
 import pathlib
 
+from typer.testing import CliRunner
+
 from _diagnoses import FUSED, WORKERS, diagnosis, record
-from trimtab._internal.serialization import dumps, from_json
+from trimtab._internal.serialization import dumps, from_json, write_json
+from trimtab.cli.main import app
 from trimtab.core.diagnosis import Diagnosis, Patch
+from trimtab.core.evidence import StackRecord
 from trimtab.core.measurement import Interval
 from trimtab.probe.counterfactuals import Outcome
 from trimtab.probe.tuning import TunedScript
-from trimtab.report.doctor_page import html, tuned_html
+from trimtab.report.doctor_page import html
 from trimtab.report.doctor_text import text
 from trimtab.report.doctor_trace import trace
 
@@ -50,19 +54,31 @@ def test_a_good_score_is_not_called_slow() -> None:
 
 def test_the_page_needs_no_network_and_shows_everything() -> None:
     patch = Patch(text="--- a/train.py\n+++ b/train.py\n", rules=("logging",), reason="the budget was spent")
-    page = html(dataclasses.replace(diagnosis(), patch=patch))
+    stacks = tuple(StackRecord(calls=("main (train.py:9)", line), share=0.4) for line in ("a (train.py:2)", "b (train.py:5)"))
+    seen = dataclasses.replace(record(), stacks=stacks, energy="no counter here.")
+    page = html(dataclasses.replace(diagnosis(), record=seen, patch=patch))
     assert "default-src &#39;none&#39;" in page
     assert "http://" not in page
     assert "https://" not in page
-    for part in ("57 of 100", "wait for DataLoader", "train.py:18", "aten::mkldnn_convolution", "+++ b/train.py", "polyline"):
+    for part in (
+        "57 of 100",
+        "wait for DataLoader",
+        "train.py:18",
+        "aten::mkldnn_convolution",
+        "+++ b/train.py",
+        "polyline",
+        "main (train.py:9): 80.0%",
+        "no counter here",
+    ):
         assert part in page
 
 
-def test_the_page_of_tune_has_every_setting_with_its_gain() -> None:
+def test_the_page_of_tune_has_every_setting_with_its_gain(tmp_path: pathlib.Path) -> None:
     gone = Outcome(settings=WORKERS, failed="It crashed: OSError: no <workers>")
     fused = Outcome(settings=FUSED, gain=Interval(1.03, 0.99, 1.07), losses="equal")
     path = pathlib.Path("trimtab.toml")
     found = TunedScript(
+        command=("train.py", "--epochs", "1"),
         record=record(),
         outcomes=(fused, gone),
         kept=FUSED,
@@ -71,8 +87,13 @@ def test_the_page_of_tune_has_every_setting_with_its_gain() -> None:
         path=path,
         folder=path,
         seconds=9.0,
+        finished=True,
     )
-    page = tuned_html(found, "train.py --epochs 1")
+    write_json(tmp_path / "tuned.json", found)
+    assert TunedScript.read(tmp_path) == found
+    assert CliRunner().invoke(app, ["report", "--text", str(tmp_path)]).output == f"{found}\n"
+    assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "train.py --epochs 1: it stays as written" in page
     for part in ("fused optimizer", "1.03x (0.99 to 1.07)", "not sure", "no &lt;workers&gt;"):
         assert part in page

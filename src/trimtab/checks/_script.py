@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -98,6 +99,18 @@ def lines(record: ProbeRecord, *phases: Phase, least: float = 0.0) -> list[LineR
     """The lines that take at least the share ``least`` in one of ``phases``, the slowest first."""
     found = [line for line in record.lines if line.phase in phases and line.share >= least]
     return sorted(found, key=lambda line: -line.share)
+
+
+def reading_lines(record: ProbeRecord, least: float = 0.0) -> list[LineRecord]:
+    """The lines that read while a step waits for data, from the share ``least`` of a step on, the slowest first.
+
+    Where workers read, those are their lines, each with its share of the wait for the loader; the main process only waits.
+    """
+    found = [] if any(loader.lines for loader in record.loaders) else lines(record, "data")
+    for loader in record.loaders:
+        waits, batches = waiting(record, loader), loader.batches / max(record.steps, 1)
+        found += [dataclasses.replace(line, share=waits * line.share, runs=batches * line.runs) for line in loader.lines]
+    return sorted((line for line in found if line.share >= least), key=lambda line: -line.share)
 
 
 def does(line: LineRecord, kind: re.Pattern[str]) -> bool:

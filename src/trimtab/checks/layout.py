@@ -57,6 +57,7 @@ class Layout(Check):
 
     def contiguous(self, record: ProbeRecord, module: ModuleRecord, time: float) -> Finding:
         """The finding for a model with contiguous weights."""
+        saved = record.tried.get("channels_last")
         last = round(module.convolutions * module.channels_last)
         message = (
             f"{module.name} has {counted(module.convolutions, 'convolution')}, {last} of them in channels_last, in "
@@ -65,9 +66,11 @@ class Layout(Check):
         return note(
             self,
             message,
-            evidence={"convolutions": module.convolutions, "in_channels_last": module.channels_last, "model_share": time},
+            evidence={"convolutions": module.convolutions, "in_channels_last": module.channels_last, "model_share": time}
+            | ({} if saved is None else {"saved_share": saved}),
             category="step",
             settings=ScriptSettings(channels_last=True),
+            share=None if saved is None else min(max(saved, 0.0), time),
         )
 
     def lost(self, record: ProbeRecord, module: ModuleRecord, copying: list[OperatorRecord], copied: float) -> Finding:

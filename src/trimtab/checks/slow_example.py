@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, batch_size, does, edit, lines, listed, note, share
+from trimtab.checks._script import FILES, batch_size, does, edit, listed, note, reading_lines, share
 from trimtab.checks.workers_few import WorkersFew
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
@@ -37,7 +37,7 @@ class SlowExample(Check):
 
         Lines that ran a few times per example are left to workers if more of these would help.
         """
-        slow = [line for line in lines(subject, "data", least=self.line) if not does(line, FILES)]
+        slow = [line for line in reading_lines(subject, self.line) if not does(line, FILES)]
         examples = (batch_size(subject) or 1) * sum(loader.batches for loader in subject.loaders) / max(subject.steps, 1)
         looping = [line for line in slow if line.runs >= self.loops * max(examples, 1)]
         counted = any(line.runs for line in slow)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, does, edit, lines, listed, note, share
+from trimtab.checks._script import FILES, does, edit, listed, note, reading_lines, share
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -32,7 +32,7 @@ class SmallFiles(Check):
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """The wait for data where about one file per example was opened, or lines of the data set that open or decode files."""
         waits = share(subject, "data")
-        opening = [line for line in lines(subject, "data") if does(line, FILES)]
+        opening = [line for line in reading_lines(subject) if does(line, FILES)]
         told = sum(line.share for line in opening)
         loader = max(subject.loaders, key=lambda loader: loader.opens, default=None)
         opens = 0.0 if loader is None else loader.opens

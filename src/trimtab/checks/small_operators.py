@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import note, on_gpu, share
+from trimtab.checks.debug_left_on import SWITCHED
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -32,10 +33,12 @@ class SmallOperators(Check):
     """Operators per step, from which on it is reported."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
-        """Operators per step and the share of those below ten microseconds."""
+        """Operators per step and the share of those below ten microseconds, unless a debugging switch adds its own."""
         compiled = any(module.compiled for module in subject.modules)
         time = share(subject, "forward", "backward")
         short, calls = subject.small_operators, subject.operator_calls
+        if not subject.flags.keys().isdisjoint(SWITCHED):
+            return []
         if compiled or short < self.short or calls < self.calls or time < self.least or not subject.modules:
             return []
         idle = "" if subject.gpu_share is None else f" The GPU is idle for {1 - subject.gpu_share:.0%} of it."

@@ -35,22 +35,38 @@ def report_command(
     as_text: Annotated[bool, typer.Option("--text", help="Print the same in 40 lines.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print all that the report is made from as JSON.")] = False,
 ) -> int:
-    """Render a study as one HTML file that needs no network, or as text.
+    """Render a study as one HTML file that needs no network, or as text; of `trimtab tune` too.
 
     Example: trimtab report runs/digits --open
     """
     if as_text + json + open_it > 1:
         raise late("errors").UsageError("--text, --json and --open each ask for another form of the report. Give one of them.")
+    if (run / late("probe.configuration").TUNED).is_file():
+        return _tuned(run, output, open_it, as_text, json)
     if as_text or json:
         record = late("study.record").Record.read(run)
         found = dumps(record) if json else late("report").text(record, _columns() if output is None else None)
         typer.echo(found if output is None else late("report").keep(f"{found}\n", output))
         return 0
-    path = late("report").write(run, output)
+    _told(late("report").write(run, output), open_it)
+    return 0
+
+
+def _tuned(run: pathlib.Path, output: pathlib.Path | None, open_it: bool, as_text: bool, json: bool) -> int:
+    """The report on a script that ``trimtab tune`` measured."""
+    found = late("probe.tuning").TunedScript.read(run)
+    if as_text or json:
+        told = dumps(found) if json else str(found)
+        typer.echo(told if output is None else late("report").keep(f"{told}\n", output))
+        return 0
+    _told(late("report").keep(late("report.doctor_page").tuned_html(found), output or run / "report.html"), open_it)
+    return 0
+
+
+def _told(path: pathlib.Path, open_it: bool) -> None:
     typer.echo(path)
     if open_it and not webbrowser.open(path.resolve().as_uri()):
         typer.echo(f"No browser could be started here. Open {path.resolve()} yourself; it needs no network.", err=True)
-    return 0
 
 
 def compare_command(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import shlex
 from typing import Annotated
 
 import typer
@@ -67,6 +66,6 @@ def tune_command(
         on_progress=lines(limit_s),
     )
     report = found.folder / "report.html"
-    write_text(report, late("report.doctor_page").tuned_html(found, shlex.join(late("probe.configuration").spoken(command))))
+    write_text(report, late("report.doctor_page").tuned_html(found))
     typer.echo(dumps(found) if json else f"{found}\nreport: {report}")
     return 0

@@ -43,6 +43,16 @@ class LineRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StackRecord:
+    """Lines of the script that called each other, by the share of samples of the main thread in which they were seen."""
+
+    calls: tuple[str, ...]
+    """``main (train.py:35)``, the outermost first."""
+    share: float
+    """Of the time of a step, 0 to 1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderRecord:
     """A ``DataLoader`` that handed out batches."""
 
@@ -81,6 +91,8 @@ class LoaderRecord:
     """Whether reading moved the random generators of Python, numpy or torch: other workers would change the examples."""
     opens: float = 0.0
     """Files opened for reading per example, in the process that reads where that was seen; see ``sys.addaudithook``."""
+    lines: tuple[LineRecord, ...] = ()
+    """Lines of the script by their share of the time in which workers read, and how often they ran for one batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,6 +286,8 @@ class ProbeRecord:
     exit_code: int | None = None
 
     lines: tuple[LineRecord, ...] = ()
+    stacks: tuple[StackRecord, ...] = ()
+    """The most frequent ones first."""
     loaders: tuple[LoaderRecord, ...] = ()
     optimizers: tuple[OptimizerRecord, ...] = ()
     modules: tuple[ModuleRecord, ...] = ()
@@ -300,12 +314,19 @@ class ProbeRecord:
     others_share: float = 0.0
     """CPU time of other processes likewise."""
     gpu_share: float | None = None
-    """Share of a step in which the GPU computed, 0 to 1; ``None`` without one, or if not seen."""
+    """Share of the time in which the GPUs computed, as NVML counts it, 0 to 1; ``None`` without one, or if not seen."""
+    energy_j: float | None = None
+    """Joules per step, if the machine counts energy."""
+    energy: str = ""
+    """The devices that were counted, with all that ran on them; or why none was."""
     device: str = "cpu"
     """Of the model's parameters."""
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Debugging switches that were on: ``anomaly mode``, ``deterministic algorithms``, ``profiler``, or an environment
     variable, with the line that set it where that was seen."""
+    tried: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Setting, such as ``debug_off`` -> the share of a step that it saved over a few steps of this run, at most 1; below 0 if
+    steps took longer. Evidence of a cause, without an interval."""
     collector_ms: float = 0.0
     """Of Python's garbage collector per step."""
     losses: tuple[float, ...] = ()

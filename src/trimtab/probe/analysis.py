@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from trimtab.core.evidence import (
     ProbeRecord,
     RecompileRecord,
     SpanRecord,
+    StackRecord,
 )
 from trimtab.measure.quantiles import t_quantile
 from trimtab.probe.inside.clock import PHASES
@@ -32,7 +33,7 @@ Json = Mapping[str, Any]
 PROBE = PHASES.index("probe")
 NS = 1e-6
 """ms of a nanosecond."""
-MOST_LINES, MOST_SPANS, MOST_MEMORY_LINES = 40, 400, 10
+MOST_LINES, MOST_SPANS, MOST_MEMORY_LINES, MOST_STACKS = 40, 400, 10, 200
 CURVE = 40
 """Points of the memory over a step."""
 RISE = 0.25
@@ -91,6 +92,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         run_s=_run(log, every, units, evaluating, starting, median),
         finished=log["finished"],
         lines=_lines(log["samples"], windows, log["runs"]),
+        stacks=_stacks(log, windows),
         loaders=_loaders(log, totals, mixed, n, len(evaluating)),
         optimizers=_optimizers(log, totals, n),
         modules=_modules(log, totals, windows, n, len(evaluating)),
@@ -109,7 +111,8 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
-        texts=log["texts"],
+        tried=log["tried"],
+        texts=log["texts"] | {where: text for row in log["reading"] for where, text, *_ in row["lines"] if text},
         collector_ms=sum(u.collector_ms for u in clean) / n,
         losses=tuple(log["losses"]),
         notes=tuple(notes),
@@ -191,13 +194,21 @@ def _lines(samples: Sequence[Any], windows: _Windows, runs: Mapping[str, int]) -
     )
 
 
+def _stacks(log: Json, windows: _Windows) -> tuple[StackRecord, ...]:
+    within = [number for ns, *_, number in log["samples"] if windows.holds(ns)]
+    seen = Counter(number for number in within if log["stacks"][number])
+    return tuple(
+        StackRecord(calls=tuple(log["stacks"][number]), share=count / len(within))
+        for number, count in seen.most_common(MOST_STACKS)
+    )
+
+
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
 def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int) -> tuple[LoaderRecord, ...]:
     found: dict[Any, LoaderRecord] = {}
-    reading: dict[int, list[float]] = log.get("reading", {})
     for facts in log["loaders"]:
         calls, ms = _of(totals, "loader", facts["number"])
         other_calls, other_ms = _of(mixed, "loader", facts["number"])
@@ -206,7 +217,7 @@ def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int)
         if not calls + other_calls + iterators:
             continue
         here, there = _of(totals, "read", facts["dataset_id"]), _of(mixed, "read", facts["dataset_id"])
-        worker = reading.get(facts["dataset_id"], [])
+        worker = _Workers(log["reading"], facts)
         reads, read_ms = here[0] + there[0], here[1] + there[1]
         record = LoaderRecord(
             site=facts["site"],
@@ -225,14 +236,15 @@ def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int)
                 )
                 if name in facts
             },
-            opens=facts.get("opens") or log.get("opens", {}).get(facts["dataset_id"], 0.0),
+            opens=facts.get("opens") or worker.opens,
             prefetch=facts.get("prefetch"),
             pin_memory=facts.get("pin_memory", False),
             batches=round(calls),
             iterators=round(iterators),
             start_ms=sum(ms for _, ms in made) / iterators if iterators else 0.0,
             wait_ms=ms / calls if calls else other_ms / other_calls if other_calls else 0.0,
-            read_ms=read_ms / reads if reads else statistics.fmean(worker) if worker else None,
+            read_ms=read_ms / reads if reads else worker.read_ms,
+            lines=worker.lines(),
             batch_bytes=round(_mean(facts.get("bytes", ()))),
             dtypes=tuple(facts.get("dtypes", ())),
             padding=_mean(facts["padding"]) if facts.get("padding") else None,
@@ -240,6 +252,34 @@ def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int)
         key = record.site, record.dataset, record.examples, record.batch_size
         found[key] = _together(found[key], record) if key in found else record
     return tuple(found.values())
+
+
+class _Workers:
+    """What the workers of a loader wrote. Those that were spawned have the data set at another address; its class tells."""
+
+    def __init__(self, rows: Sequence[Json], facts: Json) -> None:
+        own = [row for row in rows if row["dataset"] == facts["dataset_id"]]
+        self._rows = own or [row for row in rows if row["name"] == facts["dataset"]]
+        examples = sum(row["examples"] for row in self._rows)
+        self.opens = sum(row["opened"] for row in self._rows) / max(examples, 1)
+        timed = [row["ns"] * NS for row in self._rows if row["ns"]]
+        self.read_ms = statistics.fmean(timed) if timed else None
+
+    def lines(self) -> tuple[LineRecord, ...]:
+        """The lines of the script by their share of the samples; those that were only counted last."""
+        seen: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+        for row in self._rows:
+            for where, text, function, samples, runs in row["lines"]:
+                entry = seen[where, text, function]
+                entry[0] += samples
+                entry[1] += runs
+        whole = max(sum(samples for samples, _ in seen.values()), 1)
+        most = sorted(seen.items(), key=lambda item: [-number for number in item[1]])[:MOST_LINES]
+        return tuple(
+            LineRecord(site=where, text=text.strip(), phase="data", share=samples / whole, function=function, runs=float(runs))
+            for (where, text, function), (samples, runs) in most
+            if where
+        )
 
 
 def _together(one: LoaderRecord, other: LoaderRecord) -> LoaderRecord:
@@ -350,7 +390,7 @@ def _memory_over_steps(samples: Sequence[Any], windows: _Windows) -> tuple[list[
     step, so that growth from step to step is not in the curve."""
     points: dict[int, list[float]] = defaultdict(list)
     added: dict[str, float] = defaultdict(float)
-    for ns, where, _, _, _, held, grown in samples:
+    for ns, where, _, _, _, held, grown, _ in samples:
         unit = windows.at(ns)
         if unit is not None:
             points[int(CURVE * (ns - unit.start) / max(unit.end - unit.start, 1))].append(held / 1e6 - unit.held_mb)

@@ -22,6 +22,8 @@ from trimtab.hardware import system
 from trimtab.probe.command import Command
 
 FILE = "trimtab.toml"
+TUNED = "tuned.json"
+"""File of the run folder of a tune."""
 HEAD = "# written by trimtab tune; applied by trimtab run\n"
 
 

@@ -17,6 +17,8 @@ from trimtab.probe import boot, containment, warden
 from trimtab.probe.command import Command
 
 BOOT = os.path.dirname(os.path.abspath(boot.__file__))
+LEAST_MEMORY = 0.05
+"""Share of the memory of the machine, or of the control group, below which a script is ended."""
 
 QUIET = {
     "PYTHONHASHSEED": "0",
@@ -62,7 +64,7 @@ class ScriptProcess:
             (self.folder / warden.FILES).write_text(json.dumps(files), encoding="utf-8")
         self.plan = {**plan, "settings": settings or None, "out": str(self.out), "folder": str(command.folder)}
         self._log = self.folder / "log.txt"
-        told = {"argv": command.argv, "scratch": str(self.folder), "contain": kept}
+        told = {"argv": command.argv, "scratch": str(self.folder), "contain": kept, "least_memory": LEAST_MEMORY}
         variables = {name: value for name, value in QUIET.items() if name not in os.environ}
         if os.path.basename(command.argv[0]) == "torchrun" or "torch.distributed.run" in command.argv:
             variables["PET_MASTER_PORT"] = str(_free_port())

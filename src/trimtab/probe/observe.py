@@ -17,7 +17,9 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.host import others
 from trimtab.probe.analysis import record_of
 from trimtab.probe.command import Command
+from trimtab.probe.inside.plan import READING
 from trimtab.probe.launch import ScriptProcess
+from trimtab.probe.metering import Metering
 
 GRACE_S = 45.0
 """Beyond the time limit, for a step or the profiler that is under way."""
@@ -65,10 +67,12 @@ def observe(
     with ScriptProcess(command, plan, in_place=in_place) as process:
         tell = on_progress or (lambda _: None)
         tell(f"watching {command.name}")
+        metering = Metering()
         limit = time.monotonic() + seconds + min(GRACE_S, max(5.0, seconds))
         code = None
         while code is None and not _complete(process.out) and time.monotonic() < limit:
             code = process.wait(POLL_S)
+            metering.read()
         process.stop()
         code = process.poll() if code is None else code
         log = max(
@@ -80,8 +84,7 @@ def observe(
         _remove_made(process.out)
         if log is None:
             raise _nothing(command, process, code, seconds, guarded)
-        log["reading"] = _reading(process.out)
-        log["opens"] = _opens(process.out)
+        log["reading"] = _lines(process.out / READING)
         log["arrivals"] = [log["arrivals"], *(found["ns"] for found in _read(process.out, "arrivals-*.json"))]
         written = process.written()
         listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_known(path, written))])
@@ -98,7 +101,10 @@ def observe(
             contained=process.contained,
         )
         tell(f"{record.steps} steps of {record.step_ms:.3g} ms were measured; the first came after {record.start_s:.1f} s")
-        return dataclasses.replace(record, notes=(*record.notes, *notes))
+        if record.network:
+            tell(f"each further run connects to {', '.join(record.network)}, as the script does")
+        used = metering.used([mark[0] for mark in log["marks"]])
+        return dataclasses.replace(record, notes=(*record.notes, *notes), **used)
 
 
 def _complete(out: pathlib.Path) -> bool:
@@ -109,25 +115,10 @@ def _read(out: pathlib.Path, pattern: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob(pattern))]
 
 
-def _reading(out: pathlib.Path) -> dict[int, list[float]]:
-    """Id of a data set -> ms of each read in workers."""
-    found: dict[int, list[float]] = defaultdict(list)
-    path = out / "reading.txt"
-    for words in map(str.split, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-        if len(words) >= 2:
-            found[int(words[0])].append(int(words[1]) / 1e6)
-    return found
-
-
-def _opens(out: pathlib.Path) -> dict[int, float]:
-    """Id of a data set -> files that workers opened for reading per example."""
-    opened: dict[int, list[int]] = defaultdict(lambda: [0, 0])
-    path = out / "reading.txt"
-    for words in map(str.split, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-        if len(words) == 4:
-            opened[int(words[0])][0] += int(words[2])
-            opened[int(words[0])][1] += int(words[3])
-    return {number: files / max(examples, 1) for number, (files, examples) in opened.items()}
+def _lines(path: pathlib.Path) -> list[Any]:
+    """The JSON values of a file with one per line. Its last line may be cut off, because its process was killed."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _is_known(path: str, written: list[str]) -> bool:
@@ -169,7 +160,8 @@ def _nothing(
     if code not in (None, 0, -signal.SIGKILL):
         return WorkloadError(f"{command.name} ended with exit code {code} before a step was seen{shown}")
     seen = _read(process.out, "seen-*.json")
-    when = f"within {seconds:g} s" if code in (None, -signal.SIGKILL) else "before it ended"
+    late = code in (None, -signal.SIGKILL) or any(not found["finished"] for found in seen)
+    when = f"within {seconds:g} s" if late else "before it ended"
     if not seen:
         return UsageError(
             f"no step of {command.name} was seen {when}: no Python process imported torch with the probe. It does not reach "

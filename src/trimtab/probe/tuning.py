@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from trimtab._internal.serialization import from_json, write_json
 from trimtab._internal.text import counted
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.measurement import LEAST_GAIN, Interval
 from trimtab.core.script_settings import ScriptSettings
+from trimtab.errors import StorageError
 from trimtab.hardware.environment import Environment
 from trimtab.probe import configuration
 from trimtab.probe.candidates import candidates
@@ -23,8 +27,8 @@ from trimtab.probe.observe import observe
 from trimtab.probe.script_study import ScriptStudy
 
 BUDGET_S = 180.0
-WATCH_SHARE, CONFIRM_SHARE = 0.2, 0.3
-"""Shares of the time for watching the script, and for confirming what pays."""
+WATCH_SHARE, CONFIRM_SHARE = 0.4, 0.3
+"""Shares of the time for watching the script, at most, and for confirming what pays."""
 STEPS = 40
 
 
@@ -32,25 +36,44 @@ STEPS = 40
 class TunedScript:
     """The result of :func:`tune_script`; ``str()`` is a report."""
 
+    command: tuple[str, ...]
+    """Words of the command line."""
     record: ProbeRecord
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[Outcome, ...] = ()
     """Of every candidate, the fastest first."""
-    kept: ScriptSettings
+    kept: ScriptSettings = dataclasses.field(default_factory=ScriptSettings)
     """What pays; the default if nothing does."""
-    confirmed: Outcome | None
+    confirmed: Outcome | None = None
     """All kept settings together against the script as written, in fresh processes."""
-    configuration: Configuration | None
+    configuration: Configuration | None = None
     """What was written, or ``None`` if nothing pays."""
     path: pathlib.Path
     folder: pathlib.Path
     """Of the study: what was measured, from which the same command goes on."""
-    seconds: float
+    seconds: float = 0.0
+    finished: bool = False
+    """Whether all settings were measured and what pays was confirmed; else the same command goes on."""
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> TunedScript:
+        """What the run folder of a tune holds, an unfinished one too.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        path = folder / configuration.TUNED
+        try:
+            return from_json(cls, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:  # a UsageError is a ValueError
+            raise StorageError(f"{path} cannot be read: {error}. The same tune command writes it anew.") from error
 
     def __str__(self) -> str:
         one = " Busy machine: both sides were timed with one thread." if any(each.one_thread for each in self.outcomes) else ""
         step = f"a step takes {self.record.step_ms:.4g} ms as written ({self.record.anchor} at {self.record.anchor_site}).{one}"
         lines = [step, *(_line(outcome) for outcome in self.outcomes)]
-        if self.configuration is None or self.confirmed is None or self.confirmed.gain is None:
+        if not self.finished:
+            lines.append("The search is not finished; the same command goes on from here.")
+        elif self.configuration is None or self.confirmed is None or self.confirmed.gain is None:
             lines.append("Nothing that can be applied from outside makes this script surely faster; it stays as written.")
         else:
             lines.append(
@@ -96,10 +119,15 @@ def tune_script(
     with ScriptStudy.opened(command, folder, fresh) as study:
         record = study.record
         if record is None:
-            told(f"watching {command.name}")
-            record = study.record = observe(command, steps=STEPS, seconds=WATCH_SHARE * budget_s, in_place=in_place)
-        if record.network:
-            told(f"each further run connects to {', '.join(record.network)}, as the script does")
+            seconds = WATCH_SHARE * budget_s
+            record = study.record = observe(command, steps=STEPS, seconds=seconds, in_place=in_place, on_progress=told)
+        found = TunedScript(command=configuration.spoken(command), record=record, path=path, folder=study.folder)
+
+        def keep(outcome: Outcome) -> None:
+            study.keep(outcome)
+            so_far = replace(found, outcomes=tuple(study.outcomes), seconds=time.monotonic() - begun)
+            write_json(study.folder / configuration.TUNED, so_far)
+
         wanted = list(to_try(record, Environment.capture()) if settings is None else settings)
         known = [outcome for outcome in study.outcomes if outcome.settings in wanted]
         if known:
@@ -107,7 +135,7 @@ def tune_script(
         wanted = [one for one in wanted if one not in [outcome.settings for outcome in known]]
         left = budget_s - (time.monotonic() - begun) - CONFIRM_SHARE * budget_s
         if wanted:
-            known += measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told, on_outcome=study.keep)
+            known += measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told, on_outcome=keep)
         outcomes = sorted(known, key=lambda each: -(each.gain.value if each.gain else 0.0))
         kept, confirmed = ScriptSettings(), None
         for choice in _choices(outcomes):
@@ -122,20 +150,14 @@ def tune_script(
                 break
             if time.monotonic() - begun > budget_s:
                 break
-    found = None
+    written = None
     if kept.changes() and confirmed is not None and confirmed.gain is not None:
-        found = _configuration(command, record, kept, confirmed, confirmed.gain)
-        found.write(path, overwrite=overwrite)
-    return TunedScript(
-        record=record,
-        outcomes=tuple(outcomes),
-        kept=kept,
-        confirmed=confirmed,
-        configuration=found,
-        path=path,
-        folder=study.folder,
-        seconds=time.monotonic() - begun,
-    )
+        written = _configuration(command, record, kept, confirmed, confirmed.gain)
+        written.write(path, overwrite=overwrite)
+    found = replace(found, outcomes=tuple(outcomes), kept=kept, confirmed=confirmed, configuration=written, finished=True)
+    found = replace(found, seconds=time.monotonic() - begun)
+    write_json(found.folder / configuration.TUNED, found)
+    return found
 
 
 def _configuration(

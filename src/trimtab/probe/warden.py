@@ -3,8 +3,9 @@
 The warden starts the command as its child, in an overlay of the writable folders if it is told to. It ends the command with all
 that it started when a byte comes on the warden's standard input, or when that pipe closes, which happens even if the driver is
 killed by SIGKILL; then the scratch folder is deleted as well. It needs the standard library only. ``INSTRUCTIONS`` is JSON:
-``argv``, ``scratch`` (folder), ``contain`` (folders that writes are kept from; none: in place). A file :data:`FILES` in
-``scratch`` has texts that replace files of the script in the overlay, by path.
+``argv``, ``scratch`` (folder), ``contain`` (folders that writes are kept from; none: in place), ``least_memory`` (share of the
+memory below which the command is ended). A file :data:`FILES` in ``scratch`` has texts that replace files of the script in the
+overlay, by path.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 FILES = "files.json"
+LOOK = 10
+"""Turns of 20 ms between two looks at the memory."""
 FILE_SYSTEMS = {
     "ext2",
     "ext3",
@@ -144,6 +147,23 @@ def execute(told: dict[str, Any]) -> None:
     os.execv(told["argv"][0], told["argv"])
 
 
+def memory_left() -> float:
+    """Share of the memory that is left, of the machine or of the control group, whichever is less; 1 if that is not told."""
+    found = [1.0]
+    with contextlib.suppress(OSError, ValueError, KeyError, ZeroDivisionError):
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in file)}
+        found.append(sizes["MemAvailable"] / sizes["MemTotal"])
+    with contextlib.suppress(OSError, ValueError, KeyError, ZeroDivisionError):  # "max" is no number: no limit
+        group = "/sys/fs/cgroup/memory"
+        with open(f"{group}.max", encoding="ascii") as most, open(f"{group}.current", encoding="ascii") as now:
+            limit, used = int(most.read()), int(now.read())
+        with open(f"{group}.stat", encoding="ascii") as file:
+            parts = dict(line.split() for line in file)
+        found.append(1 - (used - int(parts["inactive_file"])) / limit)
+    return min(found)
+
+
 def descendants() -> list[int]:
     """Of this process, orphans too, because it is a subreaper."""
     parents: dict[int, int] = {}
@@ -209,8 +229,10 @@ def main() -> None:
             print(f"trimtab: {told['argv'][0]} could not be run: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(127)
-    status, orphaned, stopped = None, False, False
-    while status is None and not stopped:
+    status, orphaned, stopped, full, looks = None, False, False, False, 0
+    while status is None and not stopped and not full:
+        looks += 1
+        full = looks % LOOK == 0 and memory_left() < told["least_memory"]
         stopped = bool(select.select([0], [], [], 0.02)[0])
         orphaned = stopped and not os.read(0, 1)
         while True:  # orphans of the command are reaped, too
@@ -223,10 +245,13 @@ def main() -> None:
             if process == 0:
                 break
     end_all(child)
+    if full:
+        least = told["least_memory"]
+        print(f"MemoryError: trimtab ended the script, because less than {least:.0%} of the memory was left", flush=True)
     if orphaned:
         remove(told["scratch"])
         os._exit(1)
-    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    code = 1 if full else -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     with open(os.path.join(told["scratch"], "exit.json"), "w", encoding="utf-8") as file:
         json.dump(code, file)
     os._exit(code if code >= 0 else 128 - code)

@@ -21,6 +21,7 @@ def html(diagnosis: Diagnosis) -> str:
     """``diagnosis`` as a page that fetches nothing."""
     record = diagnosis.record
     spans, height, span_ms = doctor_trace.boxes(record)
+    flame, flame_height = doctor_trace.flame(record)
     longest = max((one.ms for one in record.operators), default=0.0)
     return _rendered(
         "doctor.jinja",
@@ -35,6 +36,8 @@ def html(diagnosis: Diagnosis) -> str:
         spans=spans,
         span_height=height,
         span_ms=span_ms,
+        flame=flame,
+        flame_height=flame_height,
         row_height=doctor_trace.ROW,
         memory=said.memory(record),
         curve="" if record.memory is None else doctor_trace.curve(record.memory.curve),
@@ -43,11 +46,13 @@ def html(diagnosis: Diagnosis) -> str:
     )
 
 
-def tuned_html(tuned: Any, name: str) -> str:
-    """A :class:`~trimtab.probe.tuning.TunedScript` as a page that fetches nothing. ``name`` is its command line."""
+def tuned_html(tuned: Any) -> str:
+    """A :class:`~trimtab.probe.tuning.TunedScript` as a page that fetches nothing."""
     confirmed = tuned.confirmed
     kept = tuned.configuration is not None and confirmed is not None and confirmed.gain is not None
-    return _rendered("tuned.jinja", tuned=tuned, record=tuned.record, confirmed=confirmed, kept=kept, name=name)
+    return _rendered(
+        "tuned.jinja", tuned=tuned, record=tuned.record, confirmed=confirmed, kept=kept, name=shlex.join(tuned.command)
+    )
 
 
 def profile_html(profile: Any) -> str:

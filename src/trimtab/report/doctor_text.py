@@ -70,6 +70,7 @@ def _step(diagnosis: Diagnosis) -> Iterator[str]:
         slowest = record.operators[:OPERATORS]
         yield "  operators: " + ", ".join(f"{one.name} {one.ms / total:.0%}" for one in slowest if total)
     yield f"  bound by {diagnosis.bound.kind}: {diagnosis.bound.sentence}"
+    yield f"  used: {said.used(record)}"
     if memory := said.memory(record):
         yield f"  memory: {memory}"
 
@@ -96,16 +97,11 @@ def _why(finding: Finding) -> str:
 
 
 def _advice(diagnosis: Diagnosis) -> Iterator[str]:
-    advice = [f for f in diagnosis.findings if standing(f) in ("advice", "other losses") and f.level != "error"]
+    advice = [f for f in diagnosis.findings if standing(f) == "advice" and f.level != "error"]
     patch = diagnosis.patch
     if advice:
         yield "advice, with the most that it can bring"
     for finding in advice:
-        if standing(finding) == "other losses":
-            yield _row(
-                finding.gain, f"{said.remedy(finding)}: {said.losses(finding)}, so it is another training. {_why(finding)}"
-            )
-            continue
         yield f"  {_most(finding):<{_GAIN}} {_advised(finding)}"
     if patch is not None:
         gain = f"measured {patch.gain.times()}; losses {patch.losses}" if patch.gain is not None else f"{patch.reason}"
@@ -129,11 +125,12 @@ def _advised(finding: Finding) -> str:
 
 
 def _declined(diagnosis: Diagnosis) -> Iterator[str]:
-    lost = [finding for finding in diagnosis.findings if standing(finding) == "no gain"]
+    lost = [finding for finding in diagnosis.findings if standing(finding) in ("no gain", "other losses")]
     if lost:
-        yield "declined, because they are not surely faster here"
+        yield "declined, because they are not surely faster here, or change the losses"
     for finding in lost:
-        yield _row(finding.gain, said.remedy(finding))
+        other = ": the losses differ, so it is another training" if standing(finding) == "other losses" else ""
+        yield _row(finding.gain, f"{said.remedy(finding)}{other}")
 
 
 def _open(diagnosis: Diagnosis) -> Iterator[str]:

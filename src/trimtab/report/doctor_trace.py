@@ -86,3 +86,34 @@ def curve(points: tuple[tuple[float, float], ...], height: float = 120.0) -> str
     low, high = min(y for _, y in points), max(y for _, y in points)
     wide, tall = (end - begin) or 1.0, (high - low) or 1.0
     return " ".join(f"{1000 * (x - begin) / wide:.1f},{height - 4 - (height - 8) * (y - low) / tall:.1f}" for x, y in points)
+
+
+def flame(record: ProbeRecord) -> tuple[list[Box], float]:
+    """The sampled stacks as a flame graph that hangs from the top, and the height of the drawing. The width of a box is the
+    share of a step in which its line ran or waited for a line below it."""
+    found: list[Box] = []
+    _hang([(stack.calls, stack.share) for stack in record.stacks], 0, 0.0, found)
+    return found, max((box.y + ROW for box in found), default=0.0)
+
+
+def _hang(stacks: list[tuple[tuple[str, ...], float]], depth: int, left: float, found: list[Box]) -> None:
+    """Add the boxes of ``stacks``, which agree above ``depth``, from ``left`` on."""
+    below: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+    for calls, share in stacks:
+        if len(calls) > depth:
+            below.setdefault(calls[depth], []).append((calls, share))
+    for number, (name, inner) in enumerate(sorted(below.items(), key=lambda item: -sum(share for _, share in item[1]))):
+        share = sum(each for _, each in inner)
+        width = 1000 * share
+        found.append(
+            Box(
+                x=round(1000 * left, 2),
+                y=depth * ROW,
+                width=round(width, 2),
+                colour=f"var(--series-{(depth + number) % 8})",
+                label=name[: int(width / 8)] if width >= LABELLED else "",
+                title=f"{name}: {share:.1%}",
+            )
+        )
+        _hang(inner, depth + 1, left, found)
+        left += share

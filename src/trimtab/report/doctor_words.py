@@ -155,3 +155,18 @@ def memory(record: ProbeRecord) -> str | None:
         idle = found.reserved_mb - found.allocated_mb
         text += f"; the GPU's allocator reserves {words.megabytes(idle)} more than is allocated"
     return text
+
+
+def used(record: ProbeRecord) -> str:
+    """CPU, GPU and energy during the steps in one sentence; of what is not known, the reason."""
+    cpu = f"{words.share(record.cpu_share, 0)} of {words.count(record.cores, 'core')}"
+    parts = [f"{cpu}, other processes {words.share(record.others_share, 0)}"]
+    if record.gpu_share is not None:
+        parts.append(f"GPU {words.share(record.gpu_share, 0)}")
+    elif record.device != "cpu":
+        parts.append("GPU not known: NVML is needed (pip install nvidia-ml-py)")
+    if record.energy_j is not None:
+        parts.append(f"{words.digits(record.energy_j)} J a step ({record.energy})")
+    elif record.energy:
+        parts.append(record.energy.rstrip("."))
+    return "; ".join(parts)

@@ -25,6 +25,8 @@ saved: list[str] = []
 """Files that ``torch.save`` was called with."""
 flags: dict[str, str] = {}
 """Switch -> line of the script that set it."""
+anomaly_at: list[str] = []
+"""Lines that turned anomaly mode on or off."""
 
 
 def timed(name: str, phase: int, outer: frozenset[int] = frozenset()) -> Callable[[Any], Callable[..., Any]]:
@@ -117,6 +119,16 @@ def _where(name: str) -> Callable[[Any], Callable[..., Any]]:
     return make
 
 
+def _switches(original: Any) -> Callable[..., Any]:
+    """Note the line; whether the mode is on is seen in backward passes."""
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        anomaly_at.append(here())
+        return original(*args, **kwargs)
+
+    return told
+
+
 @functools.cache
 def watch() -> None:
     """Replace the functions. What was replaced stays so until the process ends."""
@@ -152,7 +164,7 @@ def watch() -> None:
     replace(torch, "compile", timed("torch.compile", clock.OTHER))
     replace(torch, "use_deterministic_algorithms", _where("deterministic algorithms"))
     replace(torch, "set_num_threads", _where("torch.set_num_threads"))
-    for owner, name in ((torch.autograd.set_detect_anomaly, "__init__"), (torch.autograd.detect_anomaly, "__init__")):
-        replace(owner, name, _where("anomaly mode"))
+    for owner in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
+        replace(owner, "__init__", _switches)
     replace(torch.autograd.profiler.profile, "__init__", _where("profiler"))
     replace(torch.profiler.profile, "__init__", _where("profiler"))

@@ -8,21 +8,17 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.loss import _Loss
 from torch.utils.data import Subset, TensorDataset, default_collate
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from trimtab.probe.inside import audit, calls, clock, hooks, lines, loaders
+from trimtab.probe.inside import calls, hooks, lines, loaders, reading
 from trimtab.probe.inside.boundary import attempt
-from trimtab.probe.inside.plan import PLAN
 from trimtab.probe.inside.remedies import process
-from trimtab.probe.inside.sites import FOLDER, line, site
+from trimtab.probe.inside.sites import FOLDER, Place, function_of, site, text_at
 
 Json = dict[str, Any]
 
@@ -35,9 +31,6 @@ _layouts: dict[int, list[bool]] = {}
 _autocast: dict[int, str] = {}
 _batches: dict[int, Json] = {}
 _counts: Counter[int] = Counter()
-_places: dict[int, list[Any]] = {}
-_opens: dict[int, list[int]] = {}
-"""Id of a data set -> files opened for reading, and examples read, in this process."""
 
 
 def first_tensors(value: Any, most: int = 4) -> list[torch.Tensor]:
@@ -115,55 +108,26 @@ def _padding(batch: Any, tensors: list[torch.Tensor]) -> float | None:
     return None
 
 
-def watch_reading() -> None:
-    """Time the reading of batches in whichever process does it; workers append theirs to a file."""
-    parent, path = os.getpid(), os.path.join(PLAN["out"], "reading.txt")
-
-    def make(original: Any) -> Callable[..., Any]:
-        def fetch(self: Any, index: Any) -> Any:
-            start, opened = perf_counter_ns(), audit.opened
-            batch = original(self, index)
-            ns, opened = perf_counter_ns() - start, audit.opened - opened
-            examples = len(index) if isinstance(index, list | tuple) else 1
-            if os.getpid() == parent:
-                clock.add(("read", id(self.dataset)), ns)
-                files = _opens.setdefault(id(self.dataset), [0, 0])
-                files[0] += opened
-                files[1] += examples
-                _places[id(self.dataset)] = list(index) if isinstance(index, list | tuple) else [index]
-            else:
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(f"{id(self.dataset)} {ns} {opened} {examples}\n")
-            return batch
-
-        return fetch
-
-    hooks.replace(_MapDatasetFetcher, "fetch", make)
-
-
 def look_at_flags() -> None:
     """Debugging switches as they stand during a backward pass."""
-    if torch.is_anomaly_enabled():
-        calls.flags.setdefault("anomaly mode", "")
+    if torch.is_anomaly_enabled() and "anomaly mode" not in calls.flags:
+        calls.flags["anomaly mode"] = calls.anomaly_at[-1] if calls.anomaly_at else ""
 
 
 _VARIABLES = ("CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "PYTHONDEVMODE")
 _HARMLESS = ("", "0", "OFF", "off")
 
 
-def _flags() -> dict[str, str]:
+def flags() -> dict[str, str]:
+    """Debugging switches that were on, and the line that set each."""
     found = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name, "") not in _HARMLESS}
-    if "anomaly mode" in calls.flags and _anomaly_was_on():
+    if "anomaly mode" in calls.flags:
         found["anomaly mode"] = calls.flags["anomaly mode"]
     if torch.are_deterministic_algorithms_enabled():
         found["deterministic algorithms"] = calls.flags.get("deterministic algorithms", "")
     if "profiler" in calls.flags:
         found["profiler"] = calls.flags["profiler"]
     return found
-
-
-def _anomaly_was_on() -> bool:
-    return bool(torch.is_anomaly_enabled() or calls.flags.get("anomaly mode") is not None)
 
 
 def busy() -> tuple[int, float, float]:
@@ -202,18 +166,26 @@ def busy_since(before: tuple[int, float, float] | None) -> dict[str, float]:
 
 def plain(key: tuple[Any, ...]) -> list[Any]:
     """A key of the tally as JSON: places become sites."""
-    return [site(word) if isinstance(word, tuple) else word for word in key]
+    return [site(word) if isinstance(word, Place) else word for word in key]
 
 
 def plain_samples(first: int, last: int) -> list[Any]:
-    """Samples as [ns, site, text, phase, function, resident bytes, bytes that they rose by]."""
-    return [
-        [ns, site((code, number)), line((code, number)), phase, code.co_name.strip("<>").replace("module", ""), held, grown]
-        if code is not None
-        else [ns, "", "", phase, "", held, grown]
-        for ns, code, number, phase, held, grown in lines.samples
-        if first <= ns <= last
-    ]
+    """Samples as [ns, site, text, phase, function, resident bytes, bytes that they rose by, number of the stack]."""
+    found = []
+    for ns, stack, phase, held, grown in lines.samples:
+        if first <= ns <= last:
+            inner = stack[0] if stack else None
+            what = ("", "", "") if inner is None else (site(inner), text_at(inner).strip(), function_of(inner))
+            found.append([ns, what[0], what[1], phase, what[2], held, grown, _stacks.setdefault(stack, len(_stacks))])
+    return found
+
+
+_stacks: dict[tuple[Place, ...], int] = {}
+
+
+def stacks() -> list[list[str]]:
+    """The stacks of the samples by their number, as ``main (train.py:35)``, the outermost line first."""
+    return [[f"{function_of(place) or 'module'} ({site(place)})" for place in reversed(stack)] for stack in _stacks]
 
 
 def collect(since: float) -> Json:
@@ -223,7 +195,7 @@ def collect(since: float) -> Json:
     found = {
         "threads": threads,
         "cores": cores,
-        "flags": _flags(),
+        "flags": flags(),
         "modules": [_module(number, module) for number, module in modules.values()],
         "optimizers": [_optimizer(entry) for entry in hooks.optimizers],
         "loaders": [_loader(entry) for entry in loaders.loaders],
@@ -343,11 +315,11 @@ def _loader(entry: loaders.Loader) -> Json:
     found: Json = {"number": entry.number, "site": entry.site, "dataset": entry.dataset, "dataset_id": entry.dataset_id}
     facts, dataset, collate = _known_loaders.get(entry.number, ({}, None, None))
     found |= facts | _batches.get(entry.number, {})
-    opened, examples = _opens.get(entry.dataset_id, (0, 0))
+    opened, examples = reading.opens.get(entry.dataset_id, (0, 0))
     found["opens"] = opened / examples if examples else 0.0
     if dataset is not None and _counts[entry.number]:
         if entry.number not in _read_twice:
-            _read_twice[entry.number] = _reading(dataset, collate, _places.get(id(dataset)))
+            _read_twice[entry.number] = _reading(dataset, collate, reading.places.get(id(dataset)))
         found |= _read_twice[entry.number]
     return found
 
@@ -450,3 +422,13 @@ def _recompiles() -> list[Json]:
     return (
         [{"breaks": breaks, "frames": {str(k): int(v) for k, v in frames.items()}, "seconds": float(seconds)}] if frames else []
     )
+
+
+def convolves() -> bool:
+    """Whether a module takes images in the contiguous layout, and its convolutions work in it."""
+    for number, module in modules.values():
+        layouts = _layouts.get(number, [])
+        weights = [part.weight for part in module.modules() if isinstance(part, nn.Conv2d)]
+        if layouts and not all(layouts) and weights and not all(map(_channels_last, weights)):
+            return True
+    return False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import clock
-from trimtab.probe.inside.sites import is_script, site
+from trimtab.probe.inside.sites import is_script, place_of, site
 
 found: dict[str, str] = {}
 """``site``: the line that makes an object grow, and ``name``: of the variable."""
@@ -88,7 +88,7 @@ def _compare(steps: int) -> None:
         held = id(value) in grown and _holds_memory(value)
         if deeper or held:
             line = _changing_line(frame, name)
-            found.update(name=name, site=site((frame.f_code, line)) if line else "")
+            found.update(name=name, site=site(place_of(frame.f_code, line)) if line else "")
             return
 
 

@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from types import CodeType
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from trimtab.probe.inside import clock
 from trimtab.probe.inside.plan import MAIN
-from trimtab.probe.inside.sites import caller, site
+from trimtab.probe.inside.sites import Place, caller, site
 
-Place = tuple[CodeType, int] | None
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
@@ -41,7 +39,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) ->
 class Optimizer:
     """What is known of one optimizer of the script. It holds no reference that keeps the optimizer alive."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, place: Place, index: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, place: Place | None, index: int) -> None:
         self.ref = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.place, self.index = place, index
@@ -139,7 +137,7 @@ def on_optimizer_step(
 
 _losses: list[Callable[[float], None]] = []
 _at_backward: list[Callable[[Any], None]] = []
-_after_backward: list[Callable[[Place], None]] = []
+_after_backward: list[Callable[[Place | None], None]] = []
 read = torch.Tensor.item
 """``Tensor.item`` as it was before it was watched."""
 
@@ -195,7 +193,7 @@ def on_backward(callback: Callable[[float], None]) -> None:
     _losses.append(callback)
 
 
-def around_backward(before: Callable[[Any], None] | None = None, after: Callable[[Place], None] | None = None) -> None:
+def around_backward(before: Callable[[Any], None] | None = None, after: Callable[[Place | None], None] | None = None) -> None:
     """Call ``before(tensors)``, and ``after(place)`` with the line of the script, without reading the loss."""
     _install_backward()
     if before is not None:

@@ -4,21 +4,24 @@ those that are timed."""
 from __future__ import annotations
 
 import sys
-from types import CodeType, FrameType
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.probe.inside import clock
-from trimtab.probe.inside.sites import caller, is_script
+from trimtab.probe.inside.sites import Place, caller, is_script, place_of
 
 MOST = 3_000_000
 """Lines after which counting ends: a step of pure Python would take too long."""
 
-found: dict[tuple[CodeType, int], int] = {}
-operators: dict[tuple[str, str, tuple[CodeType, int]], int] = {}
+found: dict[Place, int] = {}
+operators: dict[tuple[str, str, Place], int] = {}
 """(Name, shape of the first tensor, line that calls it) -> calls, without those of backward passes."""
 _lines = 0
+_most = MOST
+Result = TypeVar("Result")
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -27,7 +30,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _counting and clock.current() not in (clock.BACKWARD, clock.PROBE):
             place = caller(sys._getframe(1))
-            if place is not None and is_script(place[0]):
+            if place is not None and is_script(place.code):
                 first = args[0] if args else None
                 key = func._schema.name, str(list(getattr(first, "shape", ()))), place
                 operators[key] = operators.get(key, 0) + 1
@@ -51,6 +54,18 @@ def start(compiled: bool) -> bool:
         frame.f_trace = _line
     sys.settrace(_call)
     return True
+
+
+def counted(function: Callable[[], Result], most: int) -> Result:
+    """The result of ``function()``, with the lines that run within it in :data:`found`, of which ``most`` are counted."""
+    global _most
+    _most = most
+    found.clear()
+    sys.settrace(_call)
+    try:
+        return function()
+    finally:
+        sys.settrace(None)
 
 
 def stop() -> None:
@@ -79,9 +94,9 @@ def _call(frame: FrameType, event: str, argument: Any) -> Any:
 def _line(frame: FrameType, event: str, argument: Any) -> Any:
     global _lines
     if event == "line":
-        key = frame.f_code, frame.f_lineno
+        key = place_of(frame.f_code, frame.f_lineno)
         found[key] = found.get(key, 0) + 1
         _lines += 1
-        if _lines > MOST:
+        if _lines > _most:
             sys.settrace(None)
     return _line

@@ -8,20 +8,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import CodeType
 
 from trimtab.probe.inside import clock
 from trimtab.probe.inside.plan import MAIN, MAIN_NATIVE
-from trimtab.probe.inside.sites import is_script
+from trimtab.probe.inside.sites import Place, is_script, place_of
 
 EVERY_S, MOST = 0.005, 10.0
 """Seconds between two samples, and how many times as long it may be on a busy machine."""
 
+SWITCH_S = 0.0005
+"""After how long a sample interrupts Python; its default of 5 ms lets most samples fall on calls that release its lock."""
+READ = 8
+"""Samples between two looks at how long the watched thread waited for a core."""
+
 paused = False
 """Whether no samples are taken, as while Python traces lines."""
-samples: list[tuple[int, CodeType | None, int, int, int, int]] = []
-"""(ns, code, line, phase) of the innermost line of the script, without code where there was none; resident bytes, and by how
-much they rose since the sample before."""
+samples: list[tuple[int, tuple[Place, ...], int, int, int]] = []
+"""(ns, lines, phase): the lines of the script that called each other, the innermost first; resident bytes, and by how much they
+rose since the sample before."""
 try:
     _statm = os.open("/proc/self/statm", os.O_RDONLY)
 except OSError:
@@ -36,6 +40,11 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def interrupts() -> None:
+    """Let other threads of this process run within :data:`SWITCH_S`."""
+    sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
+
+
 class _Pace:
     """How long to wait for the next sample: longer while the watched thread waits for a core, so that on a busy machine too
     there is a sample per :data:`EVERY_S` of its work, and not one per time slice of another process."""
@@ -46,6 +55,7 @@ class _Pace:
         except OSError:
             self._file = -1
         self._ran, self._waited = self._read()
+        self._samples, self._paced_s = 0, EVERY_S
 
     def _read(self) -> tuple[int, int]:
         words = os.pread(self._file, 64, 0).split() if self._file >= 0 else ()
@@ -53,6 +63,12 @@ class _Pace:
 
     def seconds(self) -> float:
         """Until the next sample."""
+        self._samples += 1
+        if self._samples % READ == 0:
+            self._paced_s = self._paced()
+        return self._paced_s
+
+    def _paced(self) -> float:
         before_ran, before_waited = self._ran, self._waited
         self._ran, self._waited = self._read()
         ran, waited = self._ran - before_ran, self._waited - before_waited
@@ -73,14 +89,16 @@ def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
             if phase == clock.PROBE:
                 before = None
                 continue
-            while here is not None and not is_script(here.f_code):
+            now, stack = time.perf_counter_ns(), []
+            while here is not None:
+                number: int | None = here.f_lineno  # none between two lines
+                if number is not None and is_script(here.f_code):
+                    stack.append(place_of(here.f_code, number))
                 here = here.f_back
-            now = time.perf_counter_ns()
-            number: int | None = None if here is None else here.f_lineno  # none between two lines
             held = resident()
             grown, before = 0 if before is None else held - before, held
-            code = None if here is None or number is None else here.f_code
-            samples.append((now, code, number or 0, phase, held, grown))
+            samples.append((now, tuple(stack), phase, held, grown))
         out_of_time()
 
+    interrupts()
     threading.Thread(target=sample, name="trimtab", daemon=True).start()

@@ -14,15 +14,15 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from trimtab.probe.inside import clock
-from trimtab.probe.inside.hooks import Place, replace
+from trimtab.probe.inside.hooks import replace
 from trimtab.probe.inside.plan import MAIN
-from trimtab.probe.inside.sites import caller, site
+from trimtab.probe.inside.sites import Place, caller, site
 
 
 class Loader:
     """What is known of one loader of the script. It holds no reference that keeps the loader alive."""
 
-    def __init__(self, loader: Any, place: Place, index: int) -> None:
+    def __init__(self, loader: Any, place: Place | None, index: int) -> None:
         self.ref = weakref.ref(loader)
         self.place, self.index = place, index
         self.number = len(loaders)

@@ -27,6 +27,9 @@ from typing import Any
 
 PLAN: dict[str, Any] = json.loads(os.environ.get("TRIMTAB_PLAN") or "{}")
 
+READING = "reading.jsonl"
+"""File in ``PLAN["out"]`` for what workers of loaders see."""
+
 MAIN: int = threading.get_ident()
 """The thread that imported torch, which is the one that is watched."""
 MAIN_NATIVE: int = threading.get_native_id()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import json
 import multiprocessing
 import os
 import resource
+import statistics
 import sys
 import tempfile
 import threading
@@ -24,12 +26,14 @@ from trimtab.probe.inside import (
     calls,
     clock,
     facts,
+    glimpses,
     growth,
     hooks,
     line_counts,
     lines,
     loaders,
     operators,
+    reading,
     remedies,
     roots,
     steps,
@@ -65,7 +69,7 @@ _busy_at_start: tuple[int, float, float] | None = None
 _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
-_counting = False
+_counting = _glimpsing = False
 _warm_s = time.time()
 _out_of_time = False
 _owner = os.getpid()
@@ -86,7 +90,7 @@ def begin() -> None:
     clock.keep_spans(True)
     loaders.on_epoch(_epoch)
     loaders.on_batch(batch_facts)
-    facts.watch_reading()
+    reading.watch()
     hooks.around_backward(before=_backward)
     roots.around_calls(_forward)
     gc.callbacks.append(_collect)
@@ -180,9 +184,14 @@ def _mark(key: Key) -> None:
         return
     count = len(of_key)
     mixed = before is not None and now[4:6] != before[4:6]
+    if _glimpsing:
+        if _out_of_time or before is None or glimpses.ended_step(_ms(before, now), mixed):
+            finish(False)
+        return
     if _counting:
         line_counts.stop()
-        finish(False)
+        _glimpse(of_key)
+        return
     if _profiled_from is not None:
         if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
             operators.stop()
@@ -217,6 +226,22 @@ def _count_lines() -> None:
     if rank() == 0:
         attempt(_write, False, "early")
         line_counts.start(compiled=facts.compiles())
+
+
+def _ms(before: Snapshot, now: Snapshot) -> float:
+    """Of a step, without the probe."""
+    return (now[0] - before[0] - (now[1][clock.PROBE] - before[1][clock.PROBE])) / 1e6
+
+
+def _glimpse(of_key: list[Snapshot]) -> None:
+    """Try settings for a few more steps, as evidence. All else is written first, for the case that one ends the process."""
+    global _counting, _glimpsing
+    _counting, _glimpsing = False, True
+    if rank() == 0:
+        attempt(_write, False, "early")
+    usual = statistics.median(_ms(one, other) for one, other in itertools.pairwise(of_key[:_profiled_from]))
+    if _out_of_time or not glimpses.start(usual):
+        finish(False)
 
 
 def _time_is_up() -> None:
@@ -282,6 +307,7 @@ def _write(finished: bool, name: str = "log") -> None:
                 [ns, [[facts.plain(key), found] for key, found in entries]] for ns, entries in tallies if ns <= measured[-1][0]
             ],
             "samples": facts.plain_samples(first_ns, measured[-1][0]),
+            "stacks": facts.stacks(),
             "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
             "graphs": [[*entry[:5], site(entry[5])] for entry in graphs],
             "losses": [float(loss) for loss in losses or outputs],
@@ -296,6 +322,7 @@ def _write(finished: bool, name: str = "log") -> None:
             "runs": {site(place): count for place, count in line_counts.found.items()},
             "sites": [[name, shape, site(place), n] for (name, shape, place), n in line_counts.operators.items()],
             "arrivals": _arrivals,
+            "tried": glimpses.found,
             **facts.collect(_warm_s),
             "texts": texts(),
         },

@@ -1,0 +1,122 @@
+"""Reading of batches in whichever process does it: its time, the files that it opens, and in workers the lines that it takes.
+
+A worker is killed with the run, so it writes what it saw after each batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from time import perf_counter_ns
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+
+from trimtab.probe.inside import audit, clock, hooks, line_counts, lines
+from trimtab.probe.inside.plan import IS_WORKER, PLAN, READING
+from trimtab.probe.inside.sites import Place, function_of, is_script, place_of, site, text_at
+
+TRACED = 2
+"""The batch of the first worker whose lines are counted; the first one may open files for all that follow."""
+MOST = 500_000
+"""Lines after which counting ends."""
+
+opens: dict[int, list[int]] = {}
+"""Id of a data set -> files opened for reading, and examples read, in this process."""
+places: dict[int, list[Any]] = {}
+"""Id of a data set -> places of the batch that was read last in this process."""
+
+
+def watch() -> None:
+    """Time the reading of batches from now on."""
+    parent = -1 if IS_WORKER else os.getpid()
+    worker: list[_Worker] = []
+
+    def make(original: Any) -> Callable[..., Any]:
+        def fetch(self: Any, index: Any) -> Any:
+            number = id(self.dataset)
+            many = isinstance(index, list | tuple)
+            if os.getpid() != parent:
+                if not worker:
+                    worker.append(_Worker(fetch.__code__))
+                return worker[0].read(lambda: original(self, index), self.dataset, len(index) if many else 1)
+            start, opened = perf_counter_ns(), audit.opened
+            batch = original(self, index)
+            clock.add(("read", number), perf_counter_ns() - start)
+            files = opens.setdefault(number, [0, 0])
+            files[0] += audit.opened - opened
+            files[1] += len(index) if many else 1
+            places[number] = list(index) if many else [index]
+            return batch
+
+        return fetch
+
+    for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
+        hooks.replace(fetcher, "fetch", make)
+
+
+class _Worker:
+    """A worker of a loader. A thread notes the line that reads, as :mod:`trimtab.probe.inside.lines` does in the main process;
+    the lines of one batch are counted by Python's tracing."""
+
+    def __init__(self, until: Any) -> None:
+        self._until = until
+        self._main = threading.get_ident()
+        self._file = os.open(os.path.join(PLAN["out"], READING), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._samples: Counter[Place | None] = Counter()
+        self._reads = False
+        self._batches = 0
+        lines.interrupts()
+        threading.Thread(target=self._sample, name="trimtab", daemon=True).start()
+
+    def read(self, fetch: Callable[[], Any], dataset: Any, examples: int) -> Any:
+        """The batch of ``fetch``; what it took is written."""
+        self._batches += 1
+        info = get_worker_info()
+        traced = self._batches == TRACED and (info is None or info.id == 0) and sys.gettrace() is None
+        start, opened, self._reads = perf_counter_ns(), audit.opened, True
+        try:
+            batch = line_counts.counted(fetch, MOST) if traced else fetch()
+        finally:
+            self._reads = False
+        told = {
+            "dataset": id(dataset),
+            "name": type(dataset).__name__,
+            "ns": 0 if traced else perf_counter_ns() - start,
+            "opened": audit.opened - opened,
+            "examples": examples,
+        }
+        runs = dict(line_counts.found) if traced else {}
+        samples, self._samples = Counter() if traced else self._samples, Counter()
+        seen = dict.fromkeys([*samples, *runs])
+        told["lines"] = [
+            ["", "", "", samples[place], 0]
+            if place is None
+            else [site(place), text_at(place), function_of(place), samples[place], runs.get(place, 0)]
+            for place in seen
+        ]
+        os.write(self._file, f"{json.dumps(told)}\n".encode())
+        return batch
+
+    def _sample(self) -> None:
+        while True:
+            time.sleep(lines.EVERY_S)
+            here = sys._current_frames().get(self._main) if self._reads else None
+            if here is not None:
+                self._samples[self._place(here)] += 1
+
+    def _place(self, here: FrameType | None) -> Place | None:
+        """The innermost line of the script within the reading, if any is."""
+        while here is not None and here.f_code is not self._until:
+            number: int | None = here.f_lineno
+            if number is not None and is_script(here.f_code):
+                return place_of(here.f_code, number)
+            here = here.f_back
+        return None
