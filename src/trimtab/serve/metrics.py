@@ -52,7 +52,7 @@ class ModelMetrics:
         self.model, self.version = model, version
         self.requests: collections.Counter[str] = collections.Counter()
         self.total, self.queue, self.wait, self.compute, self.rest = (Histogram(SECONDS) for _ in range(5))
-        self.rows, self.batch_compute = Histogram(ROWS), Histogram(SECONDS)
+        self.rows, self.batch_compute, self.batch_cpu_s = Histogram(ROWS), Histogram(SECONDS), 0.0
         self.sizes = collections.defaultdict[int, list[float]](lambda: [0, 0.0])
         """Rows of a batch, if there are not more than in the last bucket -> number of such batches, and their compute time."""
         self._times, self._batches = list[tuple[float, float, float, float]](), list[tuple[int, float]]()
@@ -99,8 +99,9 @@ class ModelMetrics:
         if self.trial is not None and status >= 500:
             self.trial.failed += 1
 
-    def batch(self, rows: int, compute_s: float) -> None:
-        """Count a batch that an instance has computed."""
+    def batch(self, rows: int, compute_s: float, cpu_s: float) -> None:
+        """Count a batch that an instance has computed; ``cpu_s`` is the CPU time of all its threads meanwhile."""
+        self.batch_cpu_s += cpu_s
         self._batches.append((rows, compute_s))
         if len(self._batches) >= MOST_KEPT:
             self.settle()
@@ -157,6 +158,7 @@ class Figures(Collector):
         requests = CounterMetricFamily("trimtab_requests", "Requests by outcome.", labels=[*LABELS, "outcome"])
         restarts = CounterMetricFamily("trimtab_restarts", "Instances that ended and were restarted.", labels=LABELS)
         depth = GaugeMetricFamily("trimtab_queue_depth", "Requests in the queue.", labels=LABELS)
+        cpu = CounterMetricFamily("trimtab_batch_cpu_seconds", "CPU time of computing batches.", labels=LABELS)
         ready = GaugeMetricFamily("trimtab_instances", "Instances of the version.", labels=LABELS)
         histograms = {
             name: HistogramMetricFamily(f"trimtab_{name}", text, labels=LABELS)
@@ -176,12 +178,13 @@ class Figures(Collector):
             for outcome in OUTCOMES.values():
                 requests.add_metric([*labels, outcome], metrics.requests[outcome])
             restarts.add_metric(labels, metrics.restarts)
+            cpu.add_metric(labels, metrics.batch_cpu_s)
             depth.add_metric(labels, waiting)
             ready.add_metric(labels, len(pids))
             parts = (metrics.total, metrics.queue, metrics.wait, metrics.compute, metrics.rest)
             for family, histogram in zip(histograms.values(), (*parts, metrics.rows, metrics.batch_compute), strict=True):
                 family.add_metric(labels, histogram.buckets(), histogram.sum)
-        yield from (requests, restarts, depth, ready, *histograms.values())
+        yield from (requests, restarts, cpu, depth, ready, *histograms.values())
         yield from drift_metrics([(one.model, one.version, one.outputs, one.inputs) for one, _, _ in found])
         yield from self._of_processes(found)
 
