@@ -7,6 +7,7 @@ tumours are scikit-learn's, MiniLM's texts gensim's. Nothing is drawn at random 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 import sys
@@ -162,3 +163,33 @@ def minilm() -> trimtab.Workload:
     texts = [text for pair in zip(sentences, words, strict=False) for text in pair]
     batches = [embedder.tokenize(texts[i : i + 32]) for i in range(0, len(texts), 32)]
     return dataclasses.replace(embedder.workload(), training=trimtab.Training(data=batches))
+
+
+SPLIT = "TRIMTAB_BENCHMARK_SPLIT"
+"""Environment variable with the seed by which :func:`split` divides the images."""
+SELECTED, TESTED = 400, 300
+"""Images that select and that test in :func:`split`; the others are in no split."""
+
+
+def _order(seed: int) -> torch.Tensor:
+    """The images that the network was not trained on, in an order of their own for each seed."""
+    count = len(handwritten.data()[1]) - handwritten.TRAIN
+    return handwritten.TRAIN + torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def split() -> trimtab.Workload:
+    """The digits with other images to select and to test by, and images that are in no split (:func:`unseen`)."""
+    images, labels = handwritten.data()
+    order = _order(int(os.environ.get(SPLIT, "0")))
+    select, test = order[:SELECTED], order[SELECTED : SELECTED + TESTED]
+    evaluation = trimtab.Evaluation(
+        data=(images[select], labels[select]), test=(images[test], labels[test]), score=handwritten.top1
+    )
+    return dataclasses.replace(handwritten.workload(), evaluation=evaluation)
+
+
+def unseen(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels that stand in no split of :func:`split`."""
+    images, labels = handwritten.data()
+    rest = _order(seed)[SELECTED + TESTED :]
+    return images[rest], labels[rest]

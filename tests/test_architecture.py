@@ -265,7 +265,7 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
-def run(command: list[str], folder: pathlib.Path) -> None:
+def assert_runs(command: list[str], folder: pathlib.Path) -> None:
     """Run ``command`` in ``folder`` with this interpreter's commands first on the path."""
     path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
@@ -277,7 +277,7 @@ def run(command: list[str], folder: pathlib.Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for mark, block in blocks("console") if mark == "run"])
 def test_readme_commands_that_are_marked_run(block: str, checkout: pathlib.Path) -> None:
-    run(["bash", "-euc", "\n".join(commands(block))], checkout)
+    assert_runs(["bash", "-euc", "\n".join(commands(block))], checkout)
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_readme_python_runs(checkout: pathlib.Path) -> None:
     shown = [block for mark, block in blocks("python") if mark != "do not run"]
     assert shown
     (checkout / "readme.py").write_text("\n".join(shown), encoding="utf-8")
-    run([sys.executable, "-c", "import readme"], checkout)  # what stands under the guard takes minutes
+    assert_runs([sys.executable, "-c", "import readme"], checkout)  # what stands under the guard takes minutes
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

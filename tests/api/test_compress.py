@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +24,7 @@ from trimtab.core.backend import BACKENDS
 from trimtab.core.trial import State
 from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
-from trimtab.passes.recover import FOLDER
+from trimtab.passes.common.trained_weights import FOLDER, read_progress
 from trimtab.study.options import Options, ways
 
 pytest.importorskip("torch_pruning")
@@ -96,6 +104,153 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
         module = best.artifact.module()
         assert torch.allclose(module(*case.inputs), case.outputs[0], atol=tolerance)
         assert sum(parameter.numel() for parameter in module.parameters()) < 10_000, "the original has 10,594"
+
+
+ALONE = """
+import sys
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS
+search_space.backends = lambda: [BACKENDS["onnxruntime"]()]
+search_space.variants = lambda technique, without=(): []
+search_space.rewrites = search_space.knobs = list
+from trimtab.cli.main import main
+sys.argv[1:] = ["optimize", "halves.py", "--max-drop", "20%", "--compress", "prune", "--timing", "400ms", "--out", sys.argv[1]]
+main()
+"""
+
+
+def in_training(out: pathlib.Path, act: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
+    """Run a study in a process of its own and ``act`` in the middle of a training. Returns status and output."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ALONE, str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    trained = out / "scratch" / FOLDER
+    begun = {path.name: read_progress(path).get("update", 0) for path in trained.glob("*.json")}
+    while process.poll() is None:
+        found = [(path, read_progress(path).get("update", 0)) for path in trained.glob("*.json")]
+        if any(update > begun.get(path.name, 0) + 20 for path, update in found):
+            act(process)
+            break
+        time.sleep(0.005)
+    said = process.communicate()[0]
+    return process.returncode, " ".join(said.split())
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small tmpfs needs root on Linux")
+def test_ctrl_c_and_a_full_disk_in_a_training_lose_nothing(tmp_path, monkeypatch) -> None:
+    (tmp_path / "halves.py").write_text(WORKLOAD.replace("32", "96").replace("512, 2", "1536, 2"))
+    monkeypatch.chdir(tmp_path)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("this system does not let us mount a tmpfs")
+
+    def resize(kilobytes: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(disk)], check=True)
+
+    out = disk / "run"
+    trained = out / "scratch" / FOLDER
+    try:
+        status, said = in_training(out, lambda process: process.send_signal(signal.SIGINT))
+        assert status in (0, 130), said
+        assert "was cut off when the study ended; the same command tries it again" in said
+        assert list(trained.glob("*.checkpoints/*")), "the state of the training is kept"
+        status, said = in_training(out, lambda _: resize(shutil.disk_usage(disk).used // 1024 + 100))
+        assert status != 0, said
+        assert "disk is full" in said or "No space left" in said, said
+        assert "the same command" in said
+        resize(400 * 1024)
+        (stopped,) = trained.glob("*.json")
+        resumed = read_progress(stopped)["update"]
+        result = trimtab.optimize(
+            "halves.py", compress="prune", limits=Limits(max_drop=0.2), timing_seconds=0.4, trials=1, out=out
+        )
+        first = result.study.trainings.all[0]
+        assert first.state is State.COMPLETE
+        assert resumed > 0
+        assert {path.suffix for path in trained.iterdir()} == {".safetensors"}
+        updates = [at for at, _ in first.losses]
+        assert updates == sorted(updates)
+        assert len(updates) == len(set(updates)) == 20, "the curve goes on where it was cut"
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+LOUD = """
+import torch, trimtab
+from sklearn.datasets import load_digits
+from torch import nn
+
+bunch = load_digits()
+order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+images, labels = torch.from_numpy(bunch.images).float().flatten(1)[order] / 16, torch.from_numpy(bunch.target).long()[order]
+
+def build():
+    torch.manual_seed(0)
+    wide = [layer for _ in range(3) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), *wide, nn.Linear(1024, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with torch.enable_grad():
+        for part, wanted in list(zip(images[:800].split(64), labels[:800].split(64))) * 8:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(part), wanted).backward()
+            optimizer.step()
+    with torch.no_grad():  # the same function, with one channel so loud that 8 bits leave nothing of the others
+        loud = model[:2](images[:800]).mean(0).argmax()
+        model[0].weight[loud] *= LOUDNESS
+        model[0].bias[loud] *= LOUDNESS
+        model[2].weight[:, loud] /= LOUDNESS
+    return model.eval()
+
+def workload():
+    return trimtab.Workload(
+        name="loud",
+        model=build,
+        inputs=images[:1],
+        evaluation=trimtab.Evaluation(
+            data=(images[800:1300], labels[800:1300]), test=(images[1300:], labels[1300:]),
+            score=lambda output, target: output.argmax(1) == target,
+        ),
+        calibration=images[:256],
+        training=trimtab.Training(data=list(zip(images[:800].split(64), labels[:800].split(64))), loss=nn.CrossEntropyLoss()),
+    )
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("loudness", "compress"), [(1000, "off"), (150, "quantize")])
+def test_eight_bits_that_collapse_are_rescued_and_ship(tmp_path, monkeypatch, loudness: int, compress: str) -> None:
+    pytest.importorskip("sklearn")
+    (tmp_path / "loud.py").write_text(LOUD.replace("LOUDNESS", str(loudness)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search_space, "backends", lambda: [BACKENDS["onnxruntime"]()])
+    for name in ("rewrites", "knobs"):
+        monkeypatch.setattr(search_space, name, list)
+
+    def static(technique: Any, without: Any = ()) -> list[Any]:
+        plain = technique == BACKENDS["onnxruntime"]()
+        return [dataclasses.replace(technique, precision="int8_static")] if plain else []
+
+    monkeypatch.setattr(search_space, "variants", static)
+    asked: dict[str, Any] = {"limits": Limits(max_drop=0.03), "timing_seconds": 1.0, "out": "run", "budget": "400s"}
+    result = trimtab.optimize("loud.py", compress=compress, **asked)
+    collapsed = next(t for t in result.trials if t.recipe.backend.quantizes and not t.recipe.backend.float_layers)
+    assert collapsed.drop is not None
+    assert not collapsed.drop.decided
+    assert {name for name, _ in collapsed.sensitivity[:2]} == {"0", "2"}
+    best = result.best
+    assert best is not None
+    assert best.confirmation.drop.decided, "the limit holds on data that the search never saw"
+    if compress == "off":
+        assert best.trial.recipe.backend.float_layers in (1, 2)
+        assert any("Layers in float, which rounding harms most: " in note for note in best.trial.notes)
+    else:
+        assert [step.name for step in best.trial.recipe.passes] == ["fake_quant", "recover"]
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Sensitivity of the layers to 8 bits" in page
+    assert best.trial.speedup.low > max(t.speedup.high for t in result.trials if t.recipe.exact), "8 bits pay here"
 
 
 def test_it_is_refused_where_it_makes_no_sense(tmp_path) -> None:

@@ -67,7 +67,7 @@ def built():
     executable.close()
 
 
-def agree(candidate, executable, leaves, tolerance=1e-4):
+def assert_agrees(candidate, executable, leaves, tolerance=1e-4):
     want, got = candidate.flat()(*leaves), executable.run(leaves)
     for a, b in zip(want, got, strict=True):
         torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
@@ -77,15 +77,15 @@ def test_the_example_and_other_sizes(built):
     candidate, executable = built
     assert [dim.name for dim in executable.signature.dims] == ["batch"]
     for batch in (1, 3, 2, 1):
-        agree(candidate, executable, [torch.randn(batch, 3, 96, 96), torch.ones(2), torch.tensor(2.0)])
+        assert_agrees(candidate, executable, [torch.randn(batch, 3, 96, 96), torch.ones(2), torch.tensor(2.0)])
     assert None not in (executable._any, executable._hot)
 
 
 def test_strided_tracked_and_channels_last_inputs(built):
     candidate, executable = built
     image = torch.randn(1, 3, 96, 96, requires_grad=True).to(memory_format=torch.channels_last)
-    agree(candidate, executable, [image, torch.ones(4)[::2], torch.tensor(1.0)])
-    agree(candidate, executable, [torch.randn(3, 96, 96, 2).permute(3, 0, 1, 2), torch.ones(2), torch.tensor(1.0)])
+    assert_agrees(candidate, executable, [image, torch.ones(4)[::2], torch.tensor(1.0)])
+    assert_agrees(candidate, executable, [torch.randn(3, 96, 96, 2).permute(3, 0, 1, 2), torch.ones(2), torch.tensor(1.0)])
 
 
 def test_an_input_with_gradients_leaves_no_trace_in_later_calls():
@@ -94,7 +94,7 @@ def test_an_input_with_gradients_leaves_no_trace_in_later_calls():
     for rows in (1, 3):
         for _ in range(3):
             assert not executable(torch.randn(rows, 4, requires_grad=True)).requires_grad
-        agree(candidate, executable, [torch.randn(rows, 4)])
+        assert_agrees(candidate, executable, [torch.randn(rows, 4)])
     small = mixed(16)
     executable = OpenVino().compile(small)
     executable(torch.randn(1, 3, 96, 96)[..., :16, :16], torch.ones(2, requires_grad=True), torch.tensor(1.0))
@@ -108,8 +108,8 @@ def test_calls_in_inference_mode_and_outside_of_it_take_turns():
     for rows in (1, 3, 1, 3):
         leaves = [torch.randn(rows, 4)]
         with torch.inference_mode():
-            agree(candidate, executable, leaves)
-        agree(candidate, executable, leaves)
+            assert_agrees(candidate, executable, leaves)
+        assert_agrees(candidate, executable, leaves)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -134,7 +134,7 @@ def test_an_input_given_back_and_an_output_given_twice(size):
 
     candidate = Candidate.of(Twice(), (torch.randn(size), torch.rand(size) > 0.5))
     executable = OpenVino().compile(candidate)
-    agree(candidate, executable, [torch.randn(size), torch.rand(size) > 0.5])
+    assert_agrees(candidate, executable, [torch.randn(size), torch.rand(size) > 0.5])
     assert executable.run(candidate.leaves)[2].data_ptr() != candidate.leaves[0].data_ptr()
 
 
@@ -164,7 +164,7 @@ def test_bfloat16_where_the_cpu_can():
     executable = OpenVino(precision="bf16").compile(candidate)
     assert not OpenVino(precision="bf16").exact
     assert "Convolution in bf16" in " ".join(executable.notes)
-    agree(candidate, executable, candidate.leaves, tolerance=0.05)
+    assert_agrees(candidate, executable, candidate.leaves, tolerance=0.05)
 
 
 def test_quantized_lstm_with_dynamic_batch_collapses_only_on_request():
@@ -200,11 +200,11 @@ def test_a_traced_size_is_noticed_and_exported_or_frozen_instead(tmp_path):
     candidate = Candidate.of(SizeInside(), (torch.randn(2, 3),), dynamic={"x": {0: Dim("batch")}})
     executable = OpenVino().compile(candidate)
     if executable.signature.dims:
-        agree(candidate, executable, [torch.randn(5, 3)])
+        assert_agrees(candidate, executable, [torch.randn(5, 3)])
     else:
         assert "Built for the example's batch only" in executable.notes[0]
         assert "not the model" in executable.notes[0]
-    agree(candidate, executable, candidate.leaves)
+    assert_agrees(candidate, executable, candidate.leaves)
 
 
 def test_what_cannot_be_converted_says_why():
@@ -397,7 +397,7 @@ def test_a_conversion_is_used_again(tmp_path, monkeypatch):
     OpenVino().compile(candidate).close()
     monkeypatch.setattr(openvino_conversion, "convert", None)
     executable = OpenVino(precision="int8_weights").compile(candidate)
-    agree(candidate, executable, candidate.leaves, tolerance=0.1)
+    assert_agrees(candidate, executable, candidate.leaves, tolerance=0.1)
 
 
 def test_several_threads_may_call_it_and_each_gets_its_own_answer(tmp_path):

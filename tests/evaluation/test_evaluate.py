@@ -24,6 +24,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Dim, Signature
 from trimtab.core.technique import PASSES, Pass, technique_from_json
+from trimtab.core.training_examples import TrainingExamples
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Evaluation, Limits, Workload
 from trimtab.errors import CompileError
@@ -40,6 +41,7 @@ from trimtab.evaluation.evaluate import (
     start,
     whole,
 )
+from trimtab.evaluation.fidelity import moved
 from trimtab.evaluation.prepared_workload import Subject, prepare
 from trimtab.evaluation.reference import Reference, refer
 from trimtab.importers.load import load_workload
@@ -552,3 +554,19 @@ def test_files_that_were_damaged_are_not_taken_for_what_was_built(tmp_path: path
         path = tmp_path / damaged if damaged else next(file for file in (tmp_path / MODEL).iterdir() if file.stat().st_size > 9)
         os.truncate(path, 9)
         assert not whole(tmp_path)
+
+
+def test_embeddings_that_moved_are_told_where_there_are_no_labels() -> None:
+    torch.manual_seed(0)
+    encoder, other = nn.Linear(8, 64), nn.Linear(8, 64)
+    examples = TrainingExamples(batches=(), examples=0, source="training data", digest="made here")
+    given = dataclasses.replace(Candidate.of(encoder, (torch.randn(4, 8),)), training=examples)
+    recipe = Recipe(passes=(PASSES["recover"](),), backend=Eager())
+    assert moved(recipe, given, encoder) == ()
+    assert moved(Recipe(backend=Eager()), given, other) == ()
+    (note,) = moved(recipe, given, other)
+    assert re.fullmatch(r"Its vectors moved: their mean cosine .* is -?0\.\d\d\. An index made with the original .*", note)
+    labelled = dataclasses.replace(given, training=dataclasses.replace(examples, loss=nn.CrossEntropyLoss()))
+    assert moved(recipe, labelled, other) == ()
+    small = given.with_model(nn.Linear(8, 3))
+    assert moved(recipe, small, nn.Linear(8, 3)) == (), "scores of three classes are no embedding"

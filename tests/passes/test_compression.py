@@ -1,5 +1,6 @@
 """Passes that make smaller networks, and the one that trains them."""
 
+import copy
 import dataclasses
 import errno
 import pathlib
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 
 from trimtab._internal.files import out_of_space
+from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
+from trimtab.core.recipe import Recipe
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, StorageError, UsageError
 from trimtab.passes.common.structure import kept
@@ -25,6 +28,7 @@ from trimtab.passes.prune_units import PruneUnits
 from trimtab.passes.recover import FOLDER, Recover
 from trimtab.passes.sparsify import Sparsify
 from trimtab.passes.student import Student
+from trimtab.passes.swap_activations import SwapActivations
 from trimtab.testing.models import convnet, encoder, recurrent
 from trimtab.train.checkpoint import checkpoints
 
@@ -383,3 +387,19 @@ def test_linear_layers_get_the_rank_that_their_inputs_need(learnt) -> None:
     assert "low_rank needs a linear layer" in str(LowRank().why_not(learnt))
     with pytest.raises(UsageError, match="share is 0"):
         LowRank(share=0)
+
+
+def test_smooth_activations_become_relu_and_only_with_a_training_after_it(learnt) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
+    given = candidate(nn.Sequential(nn.Linear(16, 16), nn.SiLU(), layer), 2, 5, 16)
+    made: Any = SwapActivations().apply(given).model
+    assert isinstance(made[1], nn.ReLU)
+    wanted = nn.Sequential(given.model[0], nn.ReLU(), copy.deepcopy(layer))  # type: ignore[index]
+    wanted[2].activation, wanted[2].activation_relu_or_gelu = nn.functional.relu, 1
+    torch.testing.assert_close(made(*given.args), wanted.eval()(*given.args))
+    whole = dataclasses.replace(given, training=learnt.training, teacher=given.model)
+    backend = BACKENDS["eager"]()
+    said = Recipe(passes=(SwapActivations(),), backend=backend).why_not(whole)
+    assert said == "What swap_activations makes answers wrong until it is trained: put recover after it."
+    assert Recipe(passes=(SwapActivations(), Recover()), backend=backend).why_not(whole) is None
+    assert "needs a module that ReLU can replace" in str(SwapActivations().why_not(learnt))

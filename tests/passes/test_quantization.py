@@ -18,7 +18,7 @@ from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.environment import Environment
 from trimtab.passes.common.quantized import Quantized, float_twin
-from trimtab.passes.common.sensitivity import FOLDER, sensitivities
+from trimtab.passes.common.sensitivity import FOLDER, most_sensitive, sensitivities
 from trimtab.passes.fake_quant import FakeQuant
 from trimtab.passes.recover import Recover
 
@@ -139,6 +139,41 @@ def test_the_most_sensitive_layers_stay_float_in_every_runtime(given, tmp_path) 
         assert off[1] < 0.5 * off[0], (name, precision, off)
     with pytest.raises(CompileError, match="No layer is left to quantize: float_layers is 5, and the model has 5"):
         BACKENDS["openvino"](precision="int8_static", float_layers=5).compile(given)
+
+
+def test_embeddings_are_measured_too_and_go_back_where_a_runtime_quantizes_them(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(
+            nn.Embedding(50, 128),
+            nn.Flatten(),
+            nn.Linear(512, 256),
+            nn.ReLU(),
+            nn.Linear(256, 256),
+            nn.ReLU(),
+            nn.Linear(256, 3),
+        )
+    ).eval()
+    with torch.no_grad():
+        model[0].weight[:, 0] *= 100  # in the rows of the table, whose other numbers round to zero
+    calls = [((torch.randint(50, (16, 4)),), {}) for _ in range(4)]
+    given = Candidate.of(model, *calls[0], calibration=calls, scratch=tmp_path)
+    table = sensitivities(given)
+    assert set(table) == {"0", "2", "4", "6"}
+    assert most_sensitive(given, 1) == ("2",)
+    assert set(most_sensitive(given, 2, every=True)) == {"0", "2"}
+    pytest.importorskip("nncf")
+    sizes = []
+    for fields in (
+        {"precision": "int8_weights"},
+        {"precision": "int4_weights"},
+        {"precision": "int4_weights", "float_layers": 1},
+    ):
+        executable = BACKENDS["openvino"](**fields).compile(given)
+        sizes.append(sum((tmp_path / name).stat().st_size for name in executable.save(tmp_path)))
+        executable.close()
+    assert sizes[0] > sizes[2] > sizes[1], "the most sensitive layer has 8 bits, the others 4"
+    assert "Try int8_weights" in str(BACKENDS["openvino"](precision="int4_weights").why_not(given))
 
 
 def test_wrong_fields_are_refused(given) -> None:

@@ -21,7 +21,7 @@ def copied(folder: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(SCRIPTS, folder / "scripts", ignore=shutil.ignore_patterns("runs", "__pycache__")))
 
 
-def steps(row: dict[str, Any], folder: pathlib.Path, count: int = 3) -> str:
+def checked_steps(row: dict[str, Any], folder: pathlib.Path, count: int = 3) -> str:
     """What the script prints when it makes ``count`` steps in ``folder``."""
     option = [f"{row['count']}{count}"] if row["count"].endswith("=") else [row["count"], str(count)]
     command = [sys.executable, *row["command"], *option]
@@ -62,15 +62,15 @@ def test_edits_by_hand_apply(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row["name"] in FAST], ids=lambda row: row["name"])
 def test_scripts_run(row: dict[str, Any], tmp_path: pathlib.Path) -> None:
-    steps(row, copied(tmp_path))
+    checked_steps(row, copied(tmp_path))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_every_script_runs_and_so_does_its_edit(row: dict[str, Any], tmp_path: pathlib.Path) -> None:
     folder = copied(tmp_path)
-    written = steps(row, folder)
+    written = checked_steps(row, folder)
     if row in PLANTED:
         diff = SCRIPTS / "by_hand" / f"{row['name']}.diff"
         subprocess.run(["git", "apply", str(diff)], cwd=folder, check=True)
-        assert len(steps(row, folder).splitlines()) == len(written.splitlines())
+        assert len(checked_steps(row, folder).splitlines()) == len(written.splitlines())

@@ -362,6 +362,7 @@ def test_compressed_forms_their_layers_and_trainings_have_a_section(folder: path
         found.trials[4],
         recipe=Recipe(passes=passes, backend=found.trials[4].recipe.backend),
         network=Network(parameters=250, original=1000, zeros=0.0, layers=(layer,)),
+        sensitivity=(("conv", 0.0625), ("head", 0.0078)),
     )
     training = Trained(
         recipe=Recipe(passes=passes, backend=REGISTERED["eager"]()),
@@ -380,11 +381,14 @@ def test_compressed_forms_their_layers_and_trainings_have_a_section(folder: path
         "120 of 200",
         "800 without labels",
         "stopped after 120 of 200",
+        "Sensitivity of the layers to 8 bits",
+        "0.0625",
     ):
         assert words in said, words
     assert "1 training took 1 min 1 s of the 20 min 0 s for it (--train-budget)" in said
     assert '"curves"' in said
     assert '"tradeoff"' in said
+    assert '"rounding"' in said
     assert "What else could be tried" not in said
     assert "SMALLER 25% of the weights" in " ".join(text(found).split())
 

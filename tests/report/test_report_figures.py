@@ -209,9 +209,9 @@ def test_silence_of_a_runtime_is_a_finding_only_where_it_would_have_spoken(backe
     found = record(4, failed=0)
     best = dataclasses.replace(found.trials[0], recipe=Recipe(backend=backend), notes=())
     found = dataclasses.replace(found, trials=(best,), best=best.recipe.hash)
-    assert not operator_breakdown.said(found)
-    assert ("no operator that the runtime could not run natively" in operator_breakdown.nothing(found)) == known
-    assert ("does not say which operators" in operator_breakdown.nothing(found)) != known
+    assert not operator_breakdown.runtime_notes(found)
+    assert ("no operator that the runtime could not run natively" in operator_breakdown.no_notes(found)) == known
+    assert ("does not say which operators" in operator_breakdown.no_notes(found)) != known
 
 
 # ---- doubtful figures

@@ -116,6 +116,7 @@ def test_the_page_asks_for_the_token(guarded: Server, browser: Any) -> None:
         page.get_by_text(shown).wait_for()
     page.get_by_role("button", name="Compute").click()
     page.locator(".answer table").wait_for()
+    assert page.locator(".answer table").is_visible()
     page.reload()  # the token is kept until the tab is closed
     page.get_by_text("Try it").wait_for()
     context.close()

@@ -144,7 +144,9 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(app: Any, asked: byte
         while server.server_state.connections:
             await asyncio.sleep(0.01)
         writer.close()
-        _, other = await asyncio.open_connection("127.0.0.1", port)
+        reader, other = await asyncio.open_connection("127.0.0.1", port)
+        other.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         other.close()
 
     run(use, app)
@@ -198,6 +200,7 @@ def test_half_a_request_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
         await asyncio.sleep(0.1)
+        assert server.server_state.connections
 
     run(use)  # within the five seconds of served()
 

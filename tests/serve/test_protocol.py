@@ -109,7 +109,7 @@ def test_any_json_is_read_or_refused(value: Any) -> None:
         {"inputs": [X, IDS], "outputs": value},
     ):
         with contextlib.suppress(Refusal):
-            read_request(json.dumps(request).encode(), None, INTERFACE)
+            assert read_request(json.dumps(request).encode(), None, INTERFACE) is not None
 
 
 def test_outputs_are_chosen_and_written() -> None:

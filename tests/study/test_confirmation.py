@@ -184,7 +184,7 @@ def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -
     assert found.judged.ok
     assert (found.judged.score, found.judged.latency_ms) == (found.judged.baseline_score, None)
     assert starts.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
-    assert (starts.expected(study, trial, 10.0), starts.expected(study, trial, 0.9)) == (STARTS, 1)
+    assert (starts.expected(study, trial, 10.0), starts.expected(study, trial, 0.7)) == (STARTS, 1)
     assert trial.comparison is not None
     slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
     assert starts.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1

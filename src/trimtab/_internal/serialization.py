@@ -144,12 +144,8 @@ def _read(hint: Any, data: Any, where: str) -> Any:
         return _read_sequence(origin, arguments, data, where)
     if origin in (dict, Mapping):
         items = _object(data, where).items()
-        return {_read_key(arguments[0], key): _read(arguments[1], item, f"{where}[{key!r}]") for key, item in items}
+        return {int(key) if arguments[0] is int else key: _read(arguments[1], item, f"{where}[{key!r}]") for key, item in items}
     raise UsageError(f"{where}: values of type {hint} are not read from JSON.")
-
-
-def _read_key(hint: Any, key: str) -> Any:
-    return int(key) if hint is int else key
 
 
 def _object(data: Any, where: str) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from trimtab.execution.workload_transfer import handed
 from trimtab.importers.load import FORMS
 from trimtab.measure import pairs
 from trimtab.measure.energy import Energy, Power, energy_meter
-from trimtab.measure.pooled import LEAST_START_S, MOST_STARTS, STARTS, narrow, number_of_starts, pooled
+from trimtab.measure.pooled import LEAST_START_S, MOST_STARTS, START_QUADS, STARTS, narrow, number_of_starts, pooled, start_s
 from trimtab.measure.remote import RemoteRunner
 from trimtab.study.samplers.ladder import as_written
 
@@ -178,7 +178,8 @@ def _start(
         subject, rival = runners["subject"], runners["rival"]
         calls = [runner.block(1)[0] / 1e9 for runner in (subject, rival)]
         count = min(count, number_of_starts(calls[0], calls[1], seconds))
-        found = pairs.compare(subject, rival, width=width, seconds=seconds / count, process_noise=0.0)
+        quads = START_QUADS if count > 1 else 6
+        found = pairs.compare(subject, rival, width=width, seconds=start_s(seconds, count), min_quads=quads, process_noise=0.0)
         if power is not None:
             for (name, runner), call_s in zip(runners.items(), calls, strict=True):
                 power.look(name, runner, call_s)

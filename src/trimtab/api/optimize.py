@@ -110,7 +110,8 @@ def optimize(
         trials: largest number of new trials, besides that of the model as written.
         objective: ``latency``, ``throughput``, ``memory`` or ``size``.
         sampler, seed: ``ladder``, or ``tpe`` for long budgets, and its seed.
-        compress: ``auto``, or some of ``prune,quantize,distill``: also try smaller networks, trained to follow the model.
+        compress: ``auto``, or some of ``prune,quantize,distill,activations``: also try smaller networks, which are trained
+            to follow the model.
         train_budget: time for all their trainings, as ``"20m"`` or in seconds; one that does not fit in is not begun.
         out: the run folder; default ``runs/NAME``. A study in it is resumed.
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.

@@ -101,7 +101,6 @@ class AotiExecutable(Executable):
         return in_order(outputs) if self.settings.memory_format == "channels_last" else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
-        """Copy the packages and ``build.json``."""
         names = [name for name in (EXAMPLE, DYNAMIC, BUILD) if (self._folder / name).exists()]
         for name in names:
             shutil.copyfile(self._folder / name, folder / name)
@@ -135,11 +134,9 @@ class Aoti(Backend):
     on an MLP of width 128, where library calls cost more than the generated loops of ``default``."""
 
     def describe(self) -> str:
-        """Names the compiler and the mode."""
         return "AOTInductor" + (", weights frozen" if self.mode == "freezing" else "")
 
     def why_not_here(self) -> str | None:
-        """Needs a C++ compiler."""
         return no_compiler()
 
     def compile(self, candidate: Candidate) -> Executable:
@@ -170,7 +167,10 @@ class Aoti(Backend):
         except (OSError, ValueError) as error:
             raise IntegrityError(f"{BUILD} cannot be read: {error}") from error
         if settings.threads not in (None, build.threads):
-            raise ArtifactError(_other_threads(build.threads, settings.threads))
+            raise ArtifactError(
+                f"This package was built for {counted(build.threads, 'thread')} and would run several times slower with "
+                f"{settings.threads}. Load it with threads={build.threads}, or build it again for {settings.threads}."
+            )
         torch.set_num_threads(build.threads)
         try:
             return AotiExecutable(folder, build, signature, settings)
@@ -179,7 +179,6 @@ class Aoti(Backend):
             raise ArtifactError(with_fix(problem, "Optimize again on this machine.")) from error
 
     def script(self) -> str:
-        """Loads the packages with torch."""
         return """
 def load(folder, threads):
     import json, os, torch
@@ -259,10 +258,3 @@ def _exactly(
 
 def _closed(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     raise UsageError("This executable was closed. Load it again.")
-
-
-def _other_threads(built: int, found: int) -> str:
-    return (
-        f"This package was built for {counted(built, 'thread')} and would run several times slower with {found}. Load it with "
-        f"threads={built}, or build it again for {found}."
-    )

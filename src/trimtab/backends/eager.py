@@ -55,7 +55,6 @@ class EagerExecutable(Executable):
         return self._own(outputs)
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the module on flat inputs."""
         with self._grad_mode():
             outputs: Sequence[torch.Tensor] = self._flat(*leaves)
         return self._own(outputs if self._plain else _laid_out(outputs, self.settings))
@@ -119,7 +118,6 @@ class FlatExecutable(Executable):
         self._inference = grad_mode == "inference"
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the graph or module."""
         with self._grad_mode():
             outputs: Sequence[torch.Tensor] = self._call(*leaves)
         return owned(_laid_out(outputs, self.settings), self._held, inference=self._inference)
@@ -147,7 +145,6 @@ class Eager(Backend):
     """``no_grad`` is the usual choice; ``inference`` also skips version counters and view tracking."""
 
     def describe(self) -> str:
-        """Names the gradient mode."""
         return "PyTorch in eager mode, " + ("inference mode" if self.grad_mode == "inference" else "gradients off")
 
     def compile(self, candidate: Candidate) -> Executable:
@@ -161,7 +158,6 @@ class Eager(Backend):
         return FlatExecutable(module, signature, settings, self.grad_mode)
 
     def script(self) -> str:
-        """Runs the exported program with torch."""
         return """
 def load(folder, threads):
     import os, torch

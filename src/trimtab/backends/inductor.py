@@ -46,7 +46,6 @@ class FlatProgram(nn.Module):
         self.module = module
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the program."""
         outputs: tuple[torch.Tensor, ...] = self.module(*leaves)
         return outputs
 
@@ -114,12 +113,10 @@ class Inductor(Backend):
     product kernels and keeps the fastest."""
 
     def describe(self) -> str:
-        """Names the compiler and the mode."""
         how = {"freezing": ", weights frozen", "max_autotune": ", kernels tuned by trial"}.get(self.mode, "")
         return f"torch.compile{how}"
 
     def why_not_here(self) -> str | None:
-        """Needs a C++ compiler."""
         return no_compiler()
 
     def compile(self, candidate: Candidate) -> Executable:
@@ -139,7 +136,6 @@ class Inductor(Backend):
         return InductorExecutable(FlatProgram(bare_module(load_program(folder / PROGRAM))), self.mode, signature, settings)
 
     def script(self) -> str:
-        """Compiles the exported program with torch."""
         return f"""
 def load(folder, threads):
     import torch

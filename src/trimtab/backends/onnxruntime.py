@@ -127,7 +127,6 @@ class OnnxExecutable(Executable):
         return copy_files(self._folder, model_files(self._folder), folder)
 
     def close(self) -> None:
-        """Free the session and its copy of the files."""
         self._run = self._session = None
         if isinstance(self._owned, tempfile.TemporaryDirectory):
             self._owned.cleanup()
@@ -177,7 +176,6 @@ class OnnxRuntime(Backend):
             )
 
     def describe(self) -> str:
-        """Names precision, operators and waiting."""
         words = "float32" if self.precision == "f32" else "int8 weights and activations"
         where = {"auto": "", "all": " in every operator", "linear": " in matrix products"}[self.operators]
         ranges = ", ranges taken at run time" if self.precision == "int8_dynamic" else ""
@@ -188,12 +186,10 @@ class OnnxRuntime(Backend):
 
     @property
     def exact(self) -> bool:
-        """True for float32."""
         return self.precision == "f32"
 
     @property
     def quantizes(self) -> bool:
-        """True for the int8 precisions."""
         return self.precision.startswith("int8")
 
     @property
@@ -208,7 +204,6 @@ class OnnxRuntime(Backend):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The packages that ``run.py`` imports."""
         return ("onnxruntime", "numpy")
 
     def why_not(self, candidate: Candidate) -> str | None:

@@ -36,7 +36,10 @@ from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
 from trimtab.core.technique import Choice, install_hint, missing_package
 from trimtab.errors import CompileError, InputError, IntegrityError, UsageError
-from trimtab.tensors.weights import weights
+from trimtab.tensors.weights import weight_bytes, weights
+
+LEAST_INT4_MB = 64.0
+"""Least weights, in MB of float32, with which 4 bits can pay; fewer fit into the caches of a server."""
 
 
 class OpenVinoExecutable(Executable):
@@ -106,7 +109,6 @@ class OpenVinoExecutable(Executable):
         return copy_files(self._folder, file.FILES, folder)
 
     def close(self) -> None:
-        """Free the compiled models and the copy of the files."""
         self._hot = self._any = self._model = None
         if isinstance(self._owned, tempfile.TemporaryDirectory):
             self._owned.cleanup()
@@ -156,16 +158,18 @@ class OpenVino(Backend):
     tells_fallbacks = True
     overlap = frozenset({"hint", "streams"})
 
-    precision: Literal["f32", "bf16", "int8_static", "int8_weights"] = "f32"
+    precision: Literal["f32", "bf16", "int8_static", "int8_weights", "int4_weights"] = "f32"
     """``f32`` is float32 everywhere; by default OpenVINO uses bfloat16 if the CPU supports it. ``int8_static`` takes ranges
-    from calibration data; ``int8_weights`` needs none."""
+    from calibration data; ``int8_weights`` needs none. ``int4_weights`` gives linear layers 4 bits, and embeddings, the last
+    layer and the most sensitive layers 8; it is for weights that do not fit into caches, and for small files."""
     rest: Literal["f32", "bf16"] = "f32"
     """Precision of the operators that are not int8, with the int8 precisions. bfloat16 is faster on CPUs with bfloat16
     instructions (with AMX, int8 BERT ran 1.07 times as fast)."""
     operators: Literal["auto", "all"] = "auto"
     """Operators for ``int8_static``: ``auto`` leaves recurrent layers in float, ``all`` quantizes them too."""
     float_layers: int = 0
-    """Number of layers that stay float with the int8 precisions: those whose rounding changes the outputs most."""
+    """Number of layers that stay float with the int8 precisions, and take 8 bits with ``int4_weights``: those whose rounding
+    changes the outputs most."""
     ranges: Literal["minmax", "percentile"] = "minmax"
     """Bounds of activations for ``int8_static``: extremes, or all but a small share of the values."""
     hint: Literal["latency", "throughput"] = "latency"
@@ -181,7 +185,7 @@ class OpenVino(Backend):
             raise UsageError(
                 f"openvino: operators={self.operators} is about int8_static, not {self.precision}. Leave it at auto."
             )
-        if self.rest != "f32" and not self.precision.startswith("int8"):
+        if self.rest != "f32" and not self.quantizes:
             raise UsageError(
                 f"openvino: rest={self.rest} is about what is not int8; precision is {self.precision}. Leave it at f32."
             )
@@ -193,30 +197,29 @@ class OpenVino(Backend):
             raise UsageError(f"openvino: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax.")
 
     def describe(self) -> str:
-        """Names precision, operators and streams."""
         words = {
             "f32": "float32",
             "bf16": "bfloat16",
             "int8_static": "int8 weights and activations",
             "int8_weights": "int8 weights",
+            "int4_weights": "int4 weights",
         }[self.precision]
         everything = " in every operator" if self.operators == "all" else ""
         overlap = ", many requests at once" if self.hint == "throughput" else ""
         rest = ", the rest in bfloat16" if self.rest == "bf16" else ""
         streams = f", {self.streams} stream{'s' if self.streams != 1 else ''}" if self.streams else ""
-        but = f", but {counted(self.float_layers, 'layer')} in float" if self.float_layers else ""
+        wider = "8 bits" if self.precision == "int4_weights" else "float"
+        but = f", but {counted(self.float_layers, 'layer')} in {wider}" if self.float_layers else ""
         but += "" if self.ranges == "minmax" else f", ranges by {self.ranges}"
         return f"OpenVINO, {words}{everything}{but}{rest}{overlap}{streams}"
 
     @property
     def exact(self) -> bool:
-        """True for float32."""
         return self.precision == "f32"
 
     @property
     def quantizes(self) -> bool:
-        """True for the int8 precisions."""
-        return self.precision.startswith("int8")
+        return self.precision.startswith("int")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -230,12 +233,11 @@ class OpenVino(Backend):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The packages that ``run.py`` imports."""
         return ("openvino", "numpy")
 
     def why_not_here(self) -> str | None:
         """Int8 needs nncf; bfloat16 needs CPU instructions."""
-        if self.precision.startswith("int8") and missing_package(("nncf",)):
+        if self.quantizes and missing_package(("nncf",)):
             return f"openvino with {self.precision} needs nncf, which is not installed: {install_hint('nncf')}."
         if "bf16" in (self.precision, self.rest) and "BF16" not in file.core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
             return "This CPU has no bfloat16 instructions (avx512_bf16 or amx_bf16). Use f32."
@@ -245,7 +247,12 @@ class OpenVino(Backend):
         """Tensors must have a numpy form, and int8 needs weights."""
         if self.operators != "auto" and not _recurrent(candidate.model):
             return f"operators={self.operators} is about recurrent layers, and the model has none. Leave it at auto."
-        if self.precision.startswith("int8") and not any(weight.dim() >= 2 for weight in weights(candidate.model)):
+        if self.precision == "int4_weights" and (size := weight_bytes(candidate.model) / 1e6) < LEAST_INT4_MB:
+            return (
+                f"int4_weights pays where the weights do not fit into caches, above {LEAST_INT4_MB:g} MB, and the model has "
+                f"{size:.3g} MB. Try int8_weights."
+            )
+        if self.quantizes and not any(weight.dim() >= 2 for weight in weights(candidate.model)):
             return f"{self.precision} quantizes matrix products and convolutions, and the model has none."
         return no_numpy_form(candidate.signature, "OpenVINO")
 
@@ -260,7 +267,7 @@ class OpenVino(Backend):
         with shared_folder(candidate, name, lambda base: ir.convert_openvino(graph, base, self._open_run)) as base:
             facts = read_conversion(base)
             signature = candidate.keeping(facts.dims).signature
-            if self.precision.startswith("int8"):
+            if self.quantizes:
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
                 made = data_fingerprint(rows, self.precision, self.operators, self.ranges, kept)
                 with shared_folder(
@@ -272,7 +279,8 @@ class OpenVino(Backend):
         executable = OpenVinoExecutable(folder, self._config(candidate.settings), signature, candidate.settings, owned)
         if lost := [dim.name for dim in candidate.signature.dims if dim not in signature.dims]:
             executable.notes.append(f"Built for the example's {', '.join(lost)} only: {' '.join(facts.notes)}")
-        executable.notes += [*executable.coverage(), *float_layers.note(kept)]
+        wider = "8 bits" if self.precision == "int4_weights" else "float"
+        executable.notes += [*executable.coverage(), *float_layers.note(kept, wider)]
         return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
@@ -312,8 +320,8 @@ def load(folder, threads):
         try:
             model = file.read_model(base)
             but = float_layers.openvino_nodes(model, kept, candidate)
-            if self.precision == "int8_weights":
-                model = ir.compress(model, but)
+            if self.precision.endswith("weights"):
+                model = ir.compress(model, but, four_bits=self.precision == "int4_weights")
             else:
                 model = ir.quantize(model, rows, recurrent=self.operators == "all", ranges=self.ranges, but=but)
             ir.write_model(model, folder)

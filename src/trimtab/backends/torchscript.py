@@ -39,7 +39,6 @@ class TorchScriptExecutable(Executable):
         self._laid = settings.memory_format == "channels_last"
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the module."""
         with torch.no_grad():  # not inference mode: callers could not modify the outputs, and copies cost more than it saves
             outputs: Sequence[torch.Tensor] = self._module(*leaves)
             if self._lent is None or self._branches:
@@ -67,7 +66,6 @@ class TorchScript(Backend):
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
 
     def describe(self) -> str:
-        """Names the form."""
         return "TorchScript, frozen"
 
     def compile(self, candidate: Candidate) -> Executable:
@@ -94,7 +92,6 @@ class TorchScript(Backend):
             return executable
 
     def script(self) -> str:
-        """Runs the frozen module with torch."""
         return """
 def load(folder, threads):
     import os, torch

@@ -64,7 +64,7 @@ def optimize_command(
         Literal["ladder", "tpe"], typer.Option(metavar="NAME", help="ladder, or tpe for long budgets.")
     ] = "ladder",
     compress: Annotated[
-        str, typer.Option(metavar="HOW", help="Smaller networks that are trained: auto, or some of prune,quantize,distill.")
+        str, typer.Option(metavar="HOW", help="Smaller networks: auto, or some of prune,quantize,distill,activations.")
     ] = "off",
     train_budget: Annotated[str | None, typer.Option(metavar="TIME", help="Time for their trainings: 20m.")] = None,
     out: Annotated[

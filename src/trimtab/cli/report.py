@@ -41,7 +41,7 @@ def report_command(
     """
     if as_text + json + open_it > 1:
         raise late("errors").UsageError("--text, --json and --open each ask for another form of the report. Give one of them.")
-    if (run / late("probe.configuration").TUNED).is_file():
+    if os.path.isfile(run / late("probe.configuration").TUNED):
         return _tuned(run, output, open_it, as_text, json)
     if as_text or json:
         record = late("study.record").Record.read(run)

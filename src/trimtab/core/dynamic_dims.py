@@ -39,7 +39,7 @@ def find_dims(calls: Sequence[Sequence[TensorSpec]], *, batched: bool = True) ->
     sizes: dict[tuple[str, int], list[int]] = {}
     for specs in calls:
         for spec, first in zip(specs, calls[0], strict=True):
-            _same_kind(spec, first)
+            _refuse_other_kind(spec, first)
             for axis, size in enumerate(spec.shape):
                 sizes.setdefault((spec.name, axis), []).append(int(size))
     groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
@@ -197,7 +197,7 @@ def dim_names(dims: Mapping[str, Mapping[int, Dim]]) -> list[str]:
     return list(dict.fromkeys(dim.name for axes in dims.values() for dim in axes.values()))
 
 
-def _same_kind(spec: TensorSpec, first: TensorSpec) -> None:
+def _refuse_other_kind(spec: TensorSpec, first: TensorSpec) -> None:
     if len(spec.shape) != len(first.shape) or spec.dtype != first.dtype:
         got, want = (f"{found.dtype} with {counted(len(found.shape), 'axis')}" for found in (spec, first))
         single = spec.dtype == first.dtype and tuple(spec.shape) == tuple(first.shape[1:])

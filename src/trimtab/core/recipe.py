@@ -38,9 +38,19 @@ class Recipe:
         return all(step.exact for step in (*self.passes, self.backend))
 
     @property
+    def quantizes(self) -> bool:
+        """Whether a pass or the backend gives weights or activations 8 bits."""
+        return any(step.quantizes for step in (*self.passes, self.backend))
+
+    @property
     def compresses(self) -> bool:
         """Whether a pass makes another network of the model."""
         return any(step.compresses for step in self.passes)
+
+    @property
+    def parts(self) -> tuple[Pass, ...]:
+        """The passes that make another network, without those that train it."""
+        return tuple(step for step in self.passes if step.compresses and "training" not in step.needs)
 
     @property
     def training(self) -> Recipe | None:
@@ -62,6 +72,9 @@ class Recipe:
                 return f"{self.backend.name} does not carry out {ignored[0]}, which {step.name} sets."
         if len(twice := [step.name for step in (*self.passes, self.backend) if step.quantizes]) > 1:
             return f"{twice[0]} and {twice[1]} both quantize, and what is quantized once is not quantized again. Leave one out."
+        for place, step in enumerate(self.passes):
+            if step.trained_only and not any("training" in later.needs for later in self.passes[place + 1 :]):
+                return f"What {step.name} makes answers wrong until it is trained: put recover after it."
         return next((reason for step in (*self.passes, self.backend) if (reason := step.blocked(candidate))), None)
 
     def describe(self) -> str:

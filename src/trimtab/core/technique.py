@@ -139,6 +139,8 @@ class Pass(Technique):
     compresses: ClassVar[bool] = False
     """Whether it makes another, smaller network, or trains one. Tried only with ``--compress``. Its outputs may be far from the
     original's until the network is trained, so the test vectors of an artifact come from the rewritten model."""
+    trained_only: ClassVar[bool] = False
+    """Whether its result is useless until a later pass trains it, so that a recipe without that is refused."""
     pays_for: ClassVar[frozenset[str] | None] = None
     """Names of the backends with which it can pay; ``None`` stands for all."""
 

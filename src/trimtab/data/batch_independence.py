@@ -74,15 +74,15 @@ class Judge:
 def _verdict(answer: Answer, rows: int, allowed: float) -> Verdict:
     try:
         with user_code("it fails on some of its rows"):
-            reason = _mixing(answer, rows, allowed)
+            reason = _row_dependence(answer, rows, allowed)
     except WorkloadError as error:
-        return _of_all(answer, rows, allowed, Verdict("fixed", str(error).rstrip(".")))
+        return _unless_ordered(answer, rows, allowed, Verdict("fixed", str(error).rstrip(".")))
     if reason is None:
         return Verdict("own")
-    return _of_all(answer, min(rows, FEW), allowed, Verdict("shared", reason))
+    return _unless_ordered(answer, min(rows, FEW), allowed, Verdict("shared", reason))
 
 
-def _of_all(answer: Answer, rows: int, allowed: float, otherwise: Verdict) -> Verdict:
+def _unless_ordered(answer: Answer, rows: int, allowed: float, otherwise: Verdict) -> Verdict:
     """``ordered`` if the outputs for reversed rows are not the reversed outputs, else the verdict ``otherwise``."""
     forward = torch.arange(rows)
     try:
@@ -90,18 +90,18 @@ def _of_all(answer: Answer, rows: int, allowed: float, otherwise: Verdict) -> Ve
             first, turned = _leaves(answer(forward)), _leaves(answer(forward.flip(0)))
             if len(first) != len(turned):
                 return otherwise
-            if _follow(first, turned, rows, allowed):
+            if _follows_order(first, turned, rows, allowed):
                 return otherwise
             again = _leaves(answer(forward))
     except WorkloadError:
         return otherwise
     # a random model is reported elsewhere, by two equal calls
-    if not all(_same(a, b, allowed) for a, b in zip(first, again, strict=True)):
+    if not all(_close(a, b, allowed) for a, b in zip(first, again, strict=True)):
         return Verdict("own")
     return Verdict("ordered", otherwise.reason if otherwise.kind == "shared" else "its answer changes with their order")
 
 
-def _mixing(answer: Answer, rows: int, allowed: float) -> str | None:
+def _row_dependence(answer: Answer, rows: int, allowed: float) -> str | None:
     """A clause about how the output for a row depends on other rows; ``None`` if it does not."""
     for most in (FEW, MANY):
         some = torch.linspace(0, rows - 1, min(rows, most)).long()
@@ -114,25 +114,25 @@ def _mixing(answer: Answer, rows: int, allowed: float) -> str | None:
             return None  # outputs without tensors are refused elsewhere
         if all(a.shape == b.shape for a, b in pairs):
             return "its output has no part for each row"
-        if not all(_own(a, b, picked, len(some), allowed) for a, b in pairs):
+        if not all(_rows_equal(a, b, picked, len(some), allowed) for a, b in pairs):
             return "its answer for a row changes with the other rows"
         if rows <= most or not all(is_discrete(a.dtype) for a, _ in pairs):
             break
     return None
 
 
-def _own(whole: torch.Tensor, part: torch.Tensor, picked: torch.Tensor, rows: int, allowed: float) -> bool:
+def _rows_equal(whole: torch.Tensor, part: torch.Tensor, picked: torch.Tensor, rows: int, allowed: float) -> bool:
     """True if ``part`` equals the rows ``picked`` of ``whole``, an output for ``rows`` rows."""
     axes = [axis for axis, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
     if not axes:
-        return _same(whole, part, allowed)  # an output without a batch axis, such as a constant
+        return _close(whole, part, allowed)  # an output without a batch axis, such as a constant
     axis = axes[0]
     if len(axes) > 1 or whole.shape[axis] % rows or part.shape[axis] * rows != whole.shape[axis] * len(picked):
         return False
-    return _same(_at(whole, axis, picked.to(whole.device), rows), part, allowed)
+    return _close(_select_rows(whole, axis, picked.to(whole.device), rows), part, allowed)
 
 
-def _follow(first: list[torch.Tensor], turned: list[torch.Tensor], rows: int, allowed: float) -> bool:
+def _follows_order(first: list[torch.Tensor], turned: list[torch.Tensor], rows: int, allowed: float) -> bool:
     """True if the outputs for reversed rows are the reversed outputs."""
     led = False
     for a, b in zip(first, turned, strict=True):
@@ -140,20 +140,20 @@ def _follow(first: list[torch.Tensor], turned: list[torch.Tensor], rows: int, al
             return False
         back = torch.arange(rows - 1, -1, -1, device=a.device)
         axes = [axis for axis, size in enumerate(a.shape) if size and size % rows == 0]
-        if any(_same(_at(a, axis, back, rows), b, allowed) for axis in axes):
+        if any(_close(_select_rows(a, axis, back, rows), b, allowed) for axis in axes):
             led = True
-        elif not _same(a, b, allowed):
+        elif not _close(a, b, allowed):
             return False
     return led
 
 
-def _at(leaf: torch.Tensor, axis: int, index: torch.Tensor, rows: int) -> torch.Tensor:
+def _select_rows(leaf: torch.Tensor, axis: int, index: torch.Tensor, rows: int) -> torch.Tensor:
     """The entries of ``leaf`` for the rows at ``index``; each of the ``rows`` may have several entries along ``axis``."""
     by_row = leaf.reshape(*leaf.shape[:axis], rows, leaf.shape[axis] // rows, *leaf.shape[axis + 1 :])
     return by_row.index_select(axis, index).flatten(axis, axis + 1)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
+def _close(a: torch.Tensor, b: torch.Tensor, allowed: float) -> bool:
     if a.shape != b.shape:
         return False
     if is_discrete(a.dtype):

@@ -184,7 +184,9 @@ def _fast(
 
 def in_start(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
     """The comparison of one start, without noise between starts, which :func:`pooled` adds."""
-    return compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival), process_noise=0.0)
+    return compare(
+        runner, rival, width=plan.width, seconds=plan.seconds, min_quads=plan.min_quads, pids=ours(rival), process_noise=0.0
+    )
 
 
 def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:

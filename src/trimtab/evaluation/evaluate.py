@@ -25,21 +25,21 @@ from trimtab.core.backend import Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.dynamic_dims import BATCHES
 from trimtab.core.measurement import SLOW_PAIRS, Comparison, Interval, Measurement
-from trimtab.core.network import described
+from trimtab.core.network import MOST_LAYERS, described
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim, Signature
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Limits
 from trimtab.errors import CompileError, InputError, MissingPackageError
-from trimtab.evaluation.fidelity import faithful, writes_otherwise
+from trimtab.evaluation.fidelity import faithful, moved, writes_otherwise
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.evaluation.reference import Reference, drop, predict, score
 from trimtab.hardware import system
 from trimtab.measure.pairs import compare
 from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
-from trimtab.passes.common.sensitivity import blamed
+from trimtab.passes.common.sensitivity import blamed, known_sensitivities
 from trimtab.tensors.structure import flatten
 
 Objective = Literal["latency", "throughput", "memory", "size"]
@@ -69,6 +69,8 @@ class Plan:
     """Maximum duration of the paired timing that counts."""
     width: float = 0.03
     """Relative width of the ratio's interval at which sampling stops."""
+    min_quads: int = 6
+    """Minimum number of quads of the timing in one start of a confirmation."""
     floor: float = 0.0
     """Stop a recipe whose speed-up is surely below this after the first timing."""
     best: float = 0.0
@@ -122,7 +124,7 @@ def _pipeline(
     candidate = apply_passes(recipe, subject.candidate)
     figures["network"] = described(candidate.model, subject.model) if recipe.compresses else None
     executable, figures["cold_s"] = start(recipe, candidate)
-    notes = (*candidate.notes, *_notes(executable, full))
+    notes = (*candidate.notes, *moved(recipe, candidate, subject.model), *_notes(executable, full))
     figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": notes}
     stated = subject.workload.dynamic is not None
     if stated and (short := _missing_dims(executable, full)):
@@ -132,9 +134,9 @@ def _pipeline(
         outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
     exact, most = recipe.exact, plan.limits.max_error
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
-    quantizes = any(step.quantizes for step in (*recipe.passes, recipe.backend))
+    figures["sensitivity"] = _sensitivity(subject.candidate) if recipe.quantizes and subject.candidate.training else ()
     if not figures["parity"].ok:
-        figures["notes"] += _blamed(subject.candidate) if quantizes else ()
+        figures |= _with_blame(figures, recipe, subject.candidate)
         return State.MISMATCH, figures["parity"].reason
     if reason := writes_otherwise(executable, subject.model, candidate, exact=exact, max_error=most):
         return State.MISMATCH, reason
@@ -161,7 +163,7 @@ def _pipeline(
             lost = drop(evaluation, reference, scores, outputs, batches, limit)
         figures |= {"score": scores.value, "drop": lost}
         if lost.decided is False:
-            figures["notes"] += _blamed(subject.candidate) if quantizes else ()
+            figures |= _with_blame(figures, recipe, subject.candidate)
             return State.STOPPED, (
                 f"Rule 'accuracy': the score drops by {lost.show(lost.value)} (at least {lost.show(lost.low)}); the limit is "
                 f"{lost.show(limit)}."
@@ -188,11 +190,19 @@ def _pipeline(
     return State.COMPLETE, figures.get("cannot_ship")
 
 
-def _blamed(candidate: Candidate) -> tuple[str, ...]:
-    """A note that names the layers that lose most in 8 bits."""
+def _sensitivity(candidate: Candidate) -> tuple[tuple[str, float], ...]:
+    """The first layers of the table, most sensitive first; empty if none can be measured."""
     with stage("sensitivity of each layer"):
-        note = blamed(candidate)
-    return () if note is None else (note,)
+        return tuple(known_sensitivities(candidate).items())[:MOST_LAYERS]
+
+
+def _with_blame(figures: Mapping[str, Any], recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
+    """The figures of a recipe that lost too much, with the layers that lose most in 8 bits if it quantizes."""
+    if not recipe.quantizes:
+        return {}
+    table = figures.get("sensitivity") or _sensitivity(candidate)
+    note = blamed(dict(table))
+    return {"sensitivity": table, "notes": (*figures["notes"], *(() if note is None else (note,)))}
 
 
 @contextlib.contextmanager

@@ -11,11 +11,17 @@ from torch import nn
 from trimtab.core.backend import Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import Parity
+from trimtab.core.recipe import Recipe
 from trimtab.core.signature import Signature
 from trimtab.core.workload import Evaluation
 from trimtab.evaluation.reference import Reference
 from trimtab.measure.parity import compare_outputs
-from trimtab.tensors.structure import unflatten
+from trimtab.tensors.structure import cloned, flatten, unflatten
+
+MADE_AGAIN = "An index made with the original must be made again."
+"""The end of the note about embeddings that moved."""
+FEATURES, ALIKE, MOST_CALLS = 32, 0.99, 16
+"""Numbers of a vector, and mean cosine, from which on outputs count as the same embedding; calls that are compared."""
 
 
 def faithful(
@@ -65,3 +71,27 @@ def writes_otherwise(
         if not found.ok:
             return f"It writes something else to the input {name!r} than the model: {found.reason}"
     return None
+
+
+def moved(recipe: Recipe, candidate: Candidate, original: nn.Module) -> tuple[str, ...]:
+    """A note if the model that ``recipe`` made of ``original`` gives other vectors, where nothing but vectors is known of them.
+
+    Without labels outputs of shape ``(examples, features)`` are embeddings, which are compared with those of other inputs. A
+    score can hold although they moved: a sentence encoder with half of its layers had a mean cosine of 0.83.
+    """
+    training = candidate.training
+    if not recipe.compresses or training is None or training.loss is not None:
+        return ()
+    cosines = []
+    with torch.no_grad():
+        for args, kwargs in candidate.calibration[:MOST_CALLS] or ((candidate.args, candidate.kwargs),):
+            wanted, found = (
+                flatten(model(*cloned(args), **cloned(dict(kwargs))), "output")[0] for model in (original, candidate.model)
+            )
+            pairs = [(one, other) for one, other in zip(wanted, found, strict=True) if one.is_floating_point()]
+            if len(pairs) != 1 or pairs[0][0].dim() != 2 or pairs[0][0].shape[1] < FEATURES:
+                return ()
+            cosines.append(torch.nn.functional.cosine_similarity(*pairs[0], dim=1))
+    if (mean := float(torch.cat(cosines).mean())) >= ALIKE:
+        return ()
+    return (f"Its vectors moved: their mean cosine with the original's is {mean:.2f}. {MADE_AGAIN}",)

@@ -84,13 +84,15 @@ def measure(fingerprint: str, threads: int, gpus: int, memory_mb: float) -> Peak
 
     ``memory_mb`` is the machine's memory; the bandwidth arrays take at most an eighth of it.
     """
+    # four times the last-level caches, so that they do not help; at least 192 MB, at most 2 GB or an eighth of the memory
+    stream = int(min(max(192e6, 4 * (system.last_level_cache() or 0)), 2e9, memory_mb * 1e6 / 8))
     threads_before, cpu_before = torch.get_num_threads(), _cpu_times()
     rates: list[Rate] = []
     try:
         for count in sorted({1, threads}):
             torch.set_num_threads(count)
             rates += [_gemm(kind, "cpu", count) for kind in ("float32", "bfloat16", "int8")]
-            rates.append(_bandwidth("cpu", count, _stream_bytes(memory_mb)))
+            rates.append(_bandwidth("cpu", count, stream))
     finally:
         torch.set_num_threads(threads_before)
     foreign = _foreign(cpu_before, _cpu_times())
@@ -152,11 +154,6 @@ def _bandwidth(device: str, threads: int | None, size: int) -> Rate:
     except RuntimeError as error:
         reason = f"the arrays do not fit in memory: {str(error).partition(chr(10))[0][:200]}"
         return Rate(kind="memory", device=device, threads=threads, unit="GB/s", value=None, reason=reason)
-
-
-def _stream_bytes(memory_mb: float) -> int:
-    """Four times the last-level caches, so that they do not help; at least 192 MB, at most 2 GB or an eighth of the memory."""
-    return int(min(max(192e6, 4 * (system.last_level_cache() or 0)), 2e9, memory_mb * 1e6 / 8))
 
 
 def _growing(make: Product, kind: Kind, device: str) -> float:

@@ -45,7 +45,7 @@ class ProgramFile:
         """
         program = load_program(self.path)
         module = _module(program)
-        if in_training(program.graph):
+        if any(_trains(node) for node in program.graph.nodes if node.op == "call_function"):
             raise UsageError(
                 f"{self.path} was exported in training mode: it drops out values or updates statistics. Export it again after "
                 "model.eval()."
@@ -86,12 +86,8 @@ def _module(program: ExportedProgram) -> fx.GraphModule:
     return module.eval()
 
 
-def in_training(graph: fx.Graph) -> bool:
-    """Whether the graph contains dropout or batch normalization in training mode."""
-    return any(_trains(node) for node in graph.nodes if node.op == "call_function")
-
-
 def _trains(node: fx.Node) -> bool:
+    """Whether it is dropout or batch normalization in training mode."""
     name = str(node.target)
     if name.startswith(("aten.dropout", "aten.native_dropout", "aten.feature_dropout")):
         return bool(node.args[-1])

@@ -16,7 +16,7 @@ from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.workload import Workload
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
 from trimtab.importers.exported_program import ProgramFile
-from trimtab.importers.input_spec import inputs_of
+from trimtab.importers.input_spec import Form, Inputs, inputs_of
 from trimtab.importers.onnx.load import OnnxFile
 from trimtab.importers.python_file import read_script
 from trimtab.importers.torchscript import ScriptFile
@@ -112,10 +112,15 @@ def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[s
     found = inputs_of(form, inputs, shapes, model)
     if not isinstance(model, ScriptFile):
         form, notes = model.proven(form, found.example)
+    return _made(model, path.stem, form, found, notes)
+
+
+def _made(model: Any, name: str, form: Form, found: Inputs, notes: tuple[str, ...] = ()) -> Workload:
+    """A workload of a model file; characters that a workload's name must not have are left out of ``name``."""
     return Workload(
         model=model,
         inputs=found.example,
-        name=_name(path.stem),
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "model",
         calibration=found.calibration,
         dynamic=form.dims or None,
         notes=(*notes, *found.notes),
@@ -130,19 +135,7 @@ def _from_folder(
     model = TransformersFolder(str(path), task)
     with _understood(path):
         form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
-    return Workload(
-        model=model,
-        inputs=found.example,
-        name=_name(path.name),
-        calibration=found.calibration,
-        dynamic=form.dims or None,
-        notes=found.notes,
-    )
-
-
-def _name(text: str) -> str:
-    """``text`` as a valid workload name."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"
+    return _made(model, path.name, form, found)
 
 
 def _with_reference(found: Workload, words: tuple[str, ...]) -> Workload:

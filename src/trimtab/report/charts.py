@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trimtab._internal.text import plain
@@ -98,7 +98,7 @@ def ladder(record: Record) -> Chart | None:
         "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
     }
     labels = [_label(name, words.rung_speed(rung)) for name, (rung, _) in zip(names, rungs, strict=True)]
-    said = "; ".join(f"{name} {words.rung_speed(rung)}" for name, (rung, _) in zip(names, rungs, strict=True))
+    description = "; ".join(f"{name} {words.rung_speed(rung)}" for name, (rung, _) in zip(names, rungs, strict=True))
     layout = {
         "xaxis": {"title": {"text": "speed-up over as written"}, "range": [0, 1.06 * reach], "ticksuffix": "x"},
         "yaxis": {"autorange": "reversed", "showgrid": False},
@@ -106,7 +106,9 @@ def ladder(record: Record) -> Chart | None:
         "shapes": [_line(x=1.0, colour="@grid-strong")],
         "showlegend": False,
     }
-    return Chart("ladder", f"Speed-up of each rung over the model as written: {said}.", [bars], layout, 90 + 62 * len(rungs))
+    return Chart(
+        "ladder", f"Speed-up of each rung over the model as written: {description}.", [bars], layout, 90 + 62 * len(rungs)
+    )
 
 
 def _usable(found: Interval | None) -> bool:
@@ -231,16 +233,15 @@ def _axis(found: Sequence[Point], *, log: bool) -> Callable[[float], float]:
     return lambda x: max(x, least / 10)
 
 
+def scatter(mode: str, name: str, x: Iterable[float | None], y: Iterable[float | None], **more: Any) -> dict[str, Any]:
+    """Points, lines or both; ``more`` holds further keys of plotly."""
+    return {"type": "scatter", "mode": mode, "name": safe(name), "x": list(x), "y": list(y), **more}
+
+
 def _front_line(best: Sequence[Point], place: Callable[[float], float]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [place(point.x) for point in best],
-        "y": [point.speed.value for point in best],
-        "line": {"shape": "hv", "color": "@grid-strong", "width": 1.5},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
+    line = {"shape": "hv", "color": "@grid-strong", "width": 1.5}
+    x, y = [place(point.x) for point in best], [point.speed.value for point in best]
+    return scatter("lines", "not beaten", x, y, line=line, hoverinfo="skip", showlegend=False)
 
 
 def _traces(
@@ -258,43 +259,24 @@ def _trace(
     along = [(0.0, 0.0) if pale else (p.speed.value - p.speed.low, p.speed.high - p.speed.value) for p in own]
     colour = f"{colour} {PALE}" if pale else colour
     error = {"color": colour}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": safe(name),
-        "legendgroup": name,
-        "showlegend": False,
-        "x": [place(point.x) for point in own],
-        "y": [point.speed.value for point in own],
+    marker = {"color": colour, "sizemode": "area", "sizeref": 2 * largest / AREA**2, "sizemin": 5, "opacity": 1.0} | {
+        "size": [point.size or SMALL for point in own],
+        "symbol": ["circle" if point.keeps else "circle-open" for point in own],
+        "line": {"width": [1 if pale and p.keeps else 2 for p in own], "color": "@paper" if pale else colour},
+    }
+    x, y = [place(point.x) for point in own], [point.speed.value for point in own]
+    hover = {"hovertext": [point.hover for point in own], "hovertemplate": "%{hovertext}<extra></extra>"}
+    more = hover | {
+        "customdata": [point.row for point in own],
         "error_x": _bars(across) | error,
         "error_y": _bars(along) | error,
-        "customdata": [point.row for point in own],
-        "hovertext": [point.hover for point in own],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-        "marker": {
-            "color": colour,
-            "size": [point.size or SMALL for point in own],
-            "sizemode": "area",
-            "sizeref": 2 * largest / AREA**2,
-            "sizemin": 5,
-            "opacity": 1.0,
-            "symbol": ["circle" if point.keeps else "circle-open" for point in own],
-            "line": {"width": [1 if pale and p.keeps else 2 for p in own], "color": "@paper" if pale else colour},
-        },
     }
+    return scatter("markers", name, x, y, marker=marker, legendgroup=name, showlegend=False, **more)
 
 
 def _key(name: str, colour: str) -> dict[str, Any]:
     """The backend's entry in the legend, which would otherwise look like its first point."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": safe(name),
-        "legendgroup": name,
-        "x": [None],
-        "y": [None],
-        "marker": {"color": colour, "size": 11},
-    }
+    return scatter("markers", name, [None], [None], legendgroup=name, marker={"color": colour, "size": 11})
 
 
 def _pareto_layout(
@@ -314,12 +296,7 @@ def _pareto_layout(
     ]
     across: dict[str, Any] = {"title": {"text": words.terms(record).lost}, "zeroline": True}
     if not labelled(record):
-        across = {
-            "title": {"text": "error of the outputs"},
-            "type": "log",
-            "exponentformat": "power",
-            "dtick": 1,
-        }
+        across = {"title": {"text": "error of the outputs"}, "type": "log", "exponentformat": "power", "dtick": 1}
     elif words.in_percent(record):
         across["ticksuffix"] = "%"
     return {

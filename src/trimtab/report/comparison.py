@@ -59,9 +59,11 @@ class SideBySide:
         side = (width - NAME - 4) // 2
         left, right = (f"{place} {name}".rstrip() for place, name in zip(("LEFT", "RIGHT"), self.names, strict=True))
         head = [f"  {row[2:]}" for row in _table_rows(Line(name="", left=left, right=right), side)]
-        said = [line for sentence in self.differences for line in textwrap.wrap(f"- {sentence}", width, subsequent_indent="  ")]
+        differences = [
+            line for sentence in self.differences for line in textwrap.wrap(f"- {sentence}", width, subsequent_indent="  ")
+        ]
         body = [row for line in self.lines for row in _table_rows(line, side)]
-        return "\n".join([*head, *body, "", *(said or ["Nothing that matters differs."])])
+        return "\n".join([*head, *body, "", *(differences or ["Nothing that matters differs."])])
 
     def __str__(self) -> str:
         return self.shown()

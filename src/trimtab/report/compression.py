@@ -8,18 +8,21 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.trained import Trained
 from trimtab.core.trial import State, Trial
 from trimtab.report import formatting as words
-from trimtab.report.charts import Chart, safe
+from trimtab.report.charts import Chart, safe, scatter
 from trimtab.study import ranking
 from trimtab.study.record import Record
 
 SHOWN = 40
 """Most compressed forms in the table."""
+BARS = 25
+"""Most layers in the chart of sensitivities."""
 UNTRIED = (
     "Smaller networks were not tried. --compress auto (in Python, compress='auto') removes channels, layers or bits, trains "
     "the rest to follow the model, and judges the result like every other recipe."
 )
 FORM_HEADS = ("form", "state", "parameters", "zeros", "speed-up", "latency", "score", "drop at most", "size")
 LAYER_HEADS = ("layer", "kind", "weights before", "weights now", "zeros", "bits")
+SENSITIVITY_HEADS = ("layer", "change of the outputs in 8 bits")
 TRAINING_HEADS = ("training", "state", "updates", "examples", "time", "held-out loss before", "after")
 
 
@@ -81,6 +84,39 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))
 
 
+def sensitivities(record: Record) -> tuple[tuple[str, float], ...]:
+    """Layers of the model as written, with the change of the outputs that their rounding makes; most sensitive first."""
+    return next((trial.sensitivity for trial in record.trials if trial.sensitivity), ())
+
+
+def sensitivity_rows(record: Record) -> list[tuple[str, ...]]:
+    """A row of text for each layer, with the columns :data:`SENSITIVITY_HEADS`."""
+    return [(plain(name), f"{value:.3g}") for name, value in sensitivities(record)]
+
+
+def rounding(record: Record) -> Chart | None:
+    """The sensitivity of each layer as a bar, most sensitive first."""
+    found = [(safe(words.clipped(name, 40)), value) for name, value in sensitivities(record)[:BARS]]
+    if not found:
+        return None
+    names, values = zip(*found, strict=True)
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": list(names),
+        "x": list(values),
+        "marker": {"color": "@accent"},
+        "hovertemplate": "%{y}<br>%{x:.3g} of the outputs' variance<extra></extra>",
+    }
+    layout = {
+        "xaxis": {"title": {"text": "change of the outputs, relative to their variance"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showgrid": False, "automargin": True},
+        "showlegend": False,
+    }
+    about = f"How much the outputs change when one layer alone is rounded to 8 bits; {names[0]} matters most, {values[0]:.3g}."
+    return Chart("rounding", about, [bars], layout, 90 + 22 * len(found))
+
+
 def training_rows(record: Record) -> list[tuple[str, ...]]:
     """A row of text for each training, with the columns :data:`TRAINING_HEADS`."""
     return [_training(each) for each in record.trainings]
@@ -131,16 +167,8 @@ def curves(record: Record) -> Chart | None:
             if not points:
                 continue
             x, y = zip(*points, strict=True)
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "x": list(x),
-                    "y": list(y),
-                    "name": safe(f"{words.clipped(named(each.recipe), 60)}, {name}"),
-                    "line": {"color": colour, "dash": dash, "width": 2},
-                }
-            )
+            title = f"{words.clipped(named(each.recipe), 60)}, {name}"
+            data.append(scatter("lines", title, x, y, line={"color": colour, "dash": dash, "width": 2}))
     if not data:
         return None
     layout = {
@@ -161,18 +189,12 @@ def tradeoff(record: Record) -> Chart | None:
     data = []
     for name, compressed, colour in (("not compressed", False, "@quiet"), ("compressed", True, "@accent")):
         own = [trial for trial in found if trial.recipe.compresses is compressed]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": [trial.latency_ms.median for trial in own if trial.latency_ms is not None],
-                "y": [trial.score for trial in own],
-                "text": [safe(words.clipped(words.recipe(trial.recipe, record), 90)) for trial in own],
-                "hovertemplate": "%{text}<br>%{x:.3g} ms, score %{y:.4f}<extra></extra>",
-                "marker": {"color": colour, "size": 10},
-            }
-        )
+        x = [trial.latency_ms.median for trial in own if trial.latency_ms is not None]
+        text = [safe(words.clipped(words.recipe(trial.recipe, record), 90)) for trial in own]
+        hover = "%{text}<br>%{x:.3g} ms, score %{y:.4f}<extra></extra>"
+        marker = {"color": colour, "size": 10}
+        y = [trial.score for trial in own]
+        data.append(scatter("markers", name, x, y, text=text, hovertemplate=hover, marker=marker))
     layout = {
         "xaxis": {"title": {"text": "latency in ms"}, "type": "log"},
         "yaxis": {"title": {"text": "score on the data of the search"}},

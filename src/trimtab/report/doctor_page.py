@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from trimtab.core.diagnosis import Diagnosis, standing
 from trimtab.report import doctor_text, doctor_trace
 from trimtab.report import doctor_words as said
 from trimtab.report import formatting as words
-from trimtab.report.page import FOLDER, policy, shown, source
+from trimtab.report.page import PAGES, policy, source
 
 BADGES = {"error": "bad", "warning": "warn", "note": ""}
 
@@ -61,16 +60,8 @@ def profile_html(profile: Any) -> str:
 
 
 def _rendered(template: str, **values: Any) -> str:
-    pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=shown,
-    )
     theme = source("theme")
-    page = pages.get_template(template).render(
+    page = PAGES.get_template(template).render(
         said=said, words=words, style=Markup(source("style")), theme=Markup(theme), policy=policy([theme]), **values
     )
     return page.encode("utf-8", "replace").decode("utf-8")

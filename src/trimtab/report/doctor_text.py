@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from trimtab._internal.text import plain
 from trimtab.core.diagnosis import Diagnosis, standing
@@ -135,16 +135,12 @@ def _declined(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _open(diagnosis: Diagnosis) -> Iterator[str]:
     left = [finding for finding in diagnosis.findings if standing(finding) == "not measured"]
-    notes = _distinct([*diagnosis.notes, *diagnosis.record.notes])
+    notes = list(dict.fromkeys([*diagnosis.notes, *diagnosis.record.notes]))
     if left or notes:
         yield "not measured"
     for finding in left:
         yield f"  {said.remedy(finding)}: {said.unmeasured(finding)}. {_why(finding)}"
     yield from (f"  {note}" for note in notes)
-
-
-def _distinct(lines: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(lines))
 
 
 def _effects(diagnosis: Diagnosis) -> Iterator[str]:

@@ -44,18 +44,17 @@ def sides(record: Record) -> list[Side]:
     """The original and the winner, if they were profiled."""
     found = {name: record.explanations[name] for name in SIDES if name in record.explanations}
     longest = max((bar.self_ms for each in found.values() for bar in _shown(each)), default=0.0)
-    return [_side(SIDES[name], each, longest, several=words.alone(record)) for name, each in found.items()]
-
-
-def _side(title: str, found: Explanation, longest: float, *, several: bool) -> Side:
-    return Side(
-        title=title,
-        recipe=plain(found.recipe),
-        source=plain(found.source),
-        bars=tuple(_bar(each, longest) for each in _shown(found)),
-        summary=" ".join(_summary(found, several=several)),
-        notes=tuple(words.some(found.notes)),
-    )
+    return [
+        Side(
+            title=SIDES[name],
+            recipe=plain(each.recipe),
+            source=plain(each.source),
+            bars=tuple(_bar(row, longest) for row in _shown(each)),
+            summary=" ".join(_summary(each, several=words.alone(record))),
+            notes=tuple(words.some(each.notes)),
+        )
+        for name, each in found.items()
+    ]
 
 
 def _shown(found: Explanation) -> list[OperatorTime]:
@@ -115,7 +114,7 @@ def _summary(found: Explanation, *, several: bool) -> Iterator[str]:
         )
 
 
-def left(record: Record) -> str:
+def slowest(record: Record) -> str:
     """The operator with most of the remaining time, in a sentence; empty if unknown."""
     found = record.explanations.get("best") or record.explanations.get("as_written")
     rows = [] if found is None else [row for row in found.operators if words.known(row.share) is not None]
@@ -144,12 +143,12 @@ def _roof_line(name: str, found: Explanation) -> tuple[str, ...]:
     return (*head, words.digits(place.intensity), reached, words.share(place.share, 0), place.bound)
 
 
-def said(record: Record) -> list[str]:
+def runtime_notes(record: Record) -> list[str]:
     """Messages of the runtime about what ships: operators that it could not run natively, sizes that it could not keep."""
     return [] if record.winner is None else words.some(record.winner.notes)
 
 
-def nothing(record: Record) -> str:
+def no_notes(record: Record) -> str:
     """The meaning of no messages: only some runtimes report which operators they could not run natively."""
     if record.winner is None:
         return "Nothing ships yet, or nothing ships at all."

@@ -29,23 +29,15 @@ def html(record: Record, folder: pathlib.Path) -> str:
 
     The page fetches nothing. Its content security policy names its three scripts by their hashes, so that no other script runs.
     """
-    pages = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=shown,
-    )
     rows = trial_table.rows(record)
     placed = {point.row for point in _charts.points(record, rows)}
     found = (
         *(_charts.ladder(record), _charts.pareto(record, rows), roofline(record)),
-        *(compression.curves(record), compression.tradeoff(record)),
+        *(compression.curves(record), compression.tradeoff(record), compression.rounding(record)),
     )
     charts = {chart.name: chart for chart in found if chart is not None}
     scripts = {name: source(name) for name in ("theme", "app")} | {"plotly": _plotly()}
-    page = pages.get_template("report.jinja").render(
+    page = PAGES.get_template("report.jinja").render(
         record=record,
         words=words,
         terms=words.terms(record),
@@ -87,9 +79,20 @@ def source(name: str) -> str:
     return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def shown(value: Any) -> Any:
+def _shown(value: Any) -> Any:
     """Text for a template, without control characters, which HTML does not allow."""
     return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(FOLDER),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=_shown,
+)
+"""The templates of all pages."""
 
 
 def _data(

@@ -58,8 +58,8 @@ def _refused(record: Record) -> Iterator[Fact]:
         if found != record.confirmation:
             log = f" ({words.clipped(found.log, 120)})" if found.log else ""
             reason = found.reason or "the log says why"
-            told = any(reason.rstrip(".") in text for text in (record.sentence, *record.notes))
-            why = "" if told else f": {words.clipped(reason, 400)}"  # the verdict or a note says it
+            known = any(reason.rstrip(".") in text for text in (record.sentence, *record.notes))
+            why = "" if known else f": {words.clipped(reason, 400)}"  # the verdict or a note says it
             yield "refused when measured again", f"{words.clipped(str(found.recipe), 200)}{why}{log}"
 
 
@@ -92,18 +92,14 @@ def _noise(found: Comparison) -> Iterator[Fact]:
     yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
     yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
     yield "spread of the original against itself (A/A)", words.share(found.noise)
-    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + _spread_source(found.starts)
+    source = f", over {found.starts} starts" if found.starts > 1 else ", taken from other models and machines"
+    yield "spread of the ratio from one start to the next", words.share(found.process_noise) + source
     if found.rival_ms is not None:
         low, high = words.all_milliseconds(found.rival_ms)
         yield "time of the original from start to start, and over the trials", f"{low} to {high}"
     yield "CPU time that other processes took", words.share(found.foreign)
     yield "CPU time that the hypervisor took (stolen)", words.share(found.stolen)
     yield "blocks in which the core was slower than usual", words.share(found.slowed)
-
-
-def _spread_source(starts: int) -> str:
-    """The source of the spread."""
-    return f", over {starts} starts" if starts > 1 else ", taken from other models and machines"
 
 
 def data(record: Record) -> list[Fact]:

@@ -10,10 +10,11 @@ from trimtab.evaluation.explain import Explanation
 from trimtab.hardware.environment import Peaks
 from trimtab.measure.roofline import Roofline
 from trimtab.report import formatting as words
-from trimtab.report.charts import Chart
+from trimtab.report.charts import Chart, scatter
 from trimtab.study.record import Record
 
-DTYPES = ("float32", "bfloat16", "float16", "int8")
+DASHES = {"float32": "solid", "bfloat16": "dot", "float16": "dot", "int8": "dash"}
+"""Line styles of the roofs by dtype."""
 SIDES = {"as_written": "as written", "best": "what ships"}
 COLOURS = {"as_written": "@quiet", "best": "@accent"}
 
@@ -39,7 +40,7 @@ def roofline(record: Record) -> Chart | None:
     roofs.sort(key=lambda roof: roof[:2] in under)  # used roofs are drawn last, above the others
     data = [_roof(*roof, under.get(roof[:2], []), low, high) for roof in roofs]
     data += [_model(name, place) for name, _, place in models]
-    said = "; ".join(
+    description = "; ".join(
         f"{SIDES[name]} reaches {words.digits(place.achieved)} of {words.digits(place.attainable)} billion operations a second "
         f"({words.share(place.share, 0)}), bound by {place.bound}"
         for name, _, place in models
@@ -51,7 +52,7 @@ def roofline(record: Record) -> Chart | None:
         "hovermode": "closest",
         "annotations": _labels([(*roof[:3], under[roof[:2]]) for roof in roofs if roof[:2] in under]),
     }
-    return Chart("roofline", f"Roofline of this machine with the models on it: {said}.", data, layout, 430)
+    return Chart("roofline", f"Roofline of this machine with the models on it: {description}.", data, layout, 430)
 
 
 def _under(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> dict[tuple[str, int], list[str]]:
@@ -80,7 +81,7 @@ def _roofs(peaks: Peaks, models: list[tuple[str, Explanation, Roofline]]) -> Ite
     """``(dtype, threads, peak, memory)`` of every roof at the models' numbers of threads."""
     for threads in sorted({threads for _, threads in _under(peaks, models)}):
         memory = peaks.find("memory", "cpu", threads)
-        for dtype in DTYPES:
+        for dtype in DASHES:
             peak = peaks.find(dtype, "cpu", threads)  # type: ignore[arg-type]
             if peak and memory:
                 yield dtype, threads, peak, memory
@@ -91,43 +92,20 @@ def _roof(dtype: str, threads: int, peak: float, memory: float, names: list[str]
     colour = "@grid-strong 0.6" if not names else COLOURS[names[0]] if len(names) == 1 else "@ink"
     ridge = peak / memory
     unit = "GOP/s" if dtype == "int8" else "GFLOP/s"
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": f"{dtype}, {words.count(threads, 'thread')}",
-        "x": [low, ridge, max(high, ridge)],
-        "y": [low * memory, peak, peak],
-        "line": {"color": colour, "width": 2 if names else 1.2, "dash": _dash(dtype)},
-        "hovertemplate": (
-            f"{dtype}, {words.count(threads, 'thread')}: {words.digits(peak)} {unit}, "
-            f"memory {words.digits(memory)} GB/s<extra></extra>"
-        ),
-    }
-
-
-def _dash(dtype: str) -> str:
-    return {"float32": "solid", "int8": "dash"}.get(dtype, "dot")
+    name = f"{dtype}, {words.count(threads, 'thread')}"
+    hover = f"{name}: {words.digits(peak)} {unit}, memory {words.digits(memory)} GB/s<extra></extra>"
+    line = {"color": colour, "width": 2 if names else 1.2, "dash": DASHES[dtype]}
+    x, y = [low, ridge, max(high, ridge)], [low * memory, peak, peak]
+    return scatter("lines", name, x, y, line=line, hovertemplate=hover)
 
 
 def _model(name: str, place: Roofline) -> dict[str, Any]:
-    ours = name == "best"
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
-        "name": SIDES[name],
-        "x": [place.intensity],
-        "y": [place.achieved],
-        "text": [SIDES[name]],
-        "textposition": "bottom right" if ours else "bottom left",
-        "textfont": {"color": "@ink"},
-        "marker": {
-            "size": 13,
-            "symbol": "circle" if ours else "diamond",
-            "color": COLOURS[name],
-            "line": {"color": "@ink", "width": 1},
-        },
-        "hovertemplate": (
-            f"<b>{SIDES[name]}</b><br>{words.digits(place.achieved)} of {words.digits(place.attainable)} billion operations "
-            f"a second<br>{words.share(place.share, 0)} of what {place.bound} allows here<extra></extra>"
-        ),
-    }
+    side, symbol = ("bottom right", "circle") if name == "best" else ("bottom left", "diamond")
+    marker = {"size": 13, "symbol": symbol, "color": COLOURS[name], "line": {"color": "@ink", "width": 1}}
+    text = {"text": [SIDES[name]], "textposition": side, "textfont": {"color": "@ink"}}
+    hover = (
+        f"<b>{SIDES[name]}</b><br>{words.digits(place.achieved)} of {words.digits(place.attainable)} billion operations "
+        f"a second<br>{words.share(place.share, 0)} of what {place.bound} allows here<extra></extra>"
+    )
+    x, y = [place.intensity], [place.achieved]
+    return scatter("markers+text", SIDES[name], x, y, marker=marker, hovertemplate=hover, **text)

@@ -140,7 +140,7 @@ def _figures(row: Row, record: Record) -> str:
 
 
 def _reasons(record: Record, screen: Screen) -> Iterator[str]:
-    if left := operator_breakdown.left(record):
+    if left := operator_breakdown.slowest(record):
         yield from screen.wrapped(f"WHY  {left}", 2, hang=5)
     places = {name: place for name, _, place in placed(record)}
     for side, name in zip(

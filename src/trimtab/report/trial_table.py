@@ -145,12 +145,12 @@ def _behind(trial: Trial, winner: Trial, record: Record) -> str:
     if one.vague or other.vague:
         if one.high < other.low:
             return f"At most {words.times(one.high / other.low)} of {who}."
-        return f"Not told apart from {who} in the search, which has {words.speed(other)}."
+        return f"Not ratio_text apart from {who} in the search, which has {words.speed(other)}."
     ratio = one.value / other.value
-    told = "half as fast as" if 0.475 <= ratio < 0.525 else f"{words.times(ratio)} of"
+    ratio_text = "half as fast as" if 0.475 <= ratio < 0.525 else f"{words.times(ratio)} of"
     meets = one.low <= other.high and other.low <= one.high
     if ratio < 1:
-        return f"{told[0].upper()}{told[1:]} {who}{', within the noise of the search' if meets else ''}."
+        return f"{ratio_text[0].upper()}{ratio_text[1:]} {who}{', within the noise of the search' if meets else ''}."
     gain = "not surely faster" if meets else "but behind it when timed again"
     return f"{words.times(ratio)} of {who} in the search, {gain}."
 

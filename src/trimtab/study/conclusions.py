@@ -8,6 +8,7 @@ from trimtab.core.measurement import Interval
 from trimtab.core.trial import State, Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
+from trimtab.evaluation.fidelity import MADE_AGAIN
 from trimtab.study import ranking
 from trimtab.study.result import Best
 from trimtab.study.samplers.ladder import as_written
@@ -31,7 +32,8 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
         words += f" and {tuned.single()} the tuned original"
         words += "" if tuned.unclear else f" ({tuned.bounds()})"
     words += _cost(study, found)
-    return words + "." + apart(found) + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+    moved = "".join(f" {note}" for note in found.trial.notes if note.endswith(MADE_AGAIN))
+    return words + "." + moved + apart(found) + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
 
 def apart(found: Best) -> str:

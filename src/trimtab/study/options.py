@@ -11,8 +11,8 @@ from trimtab.core.workload import Limits
 from trimtab.errors import UsageError
 from trimtab.evaluation.evaluate import Objective
 
-WAYS = ("prune", "quantize", "distill")
-"""Ways to compress: fewer channels and units, fewer bits with training, a network of the user's own."""
+WAYS = ("prune", "quantize", "distill", "activations")
+"""Ways to compress: fewer channels and units, fewer bits with training, a network of the user's own, ReLU as activation."""
 OFF, AUTO = "off", "auto"
 SEEDS = 2**32
 """Seeds of samplers are below this number."""
@@ -26,8 +26,8 @@ class Options:
     limits: Limits = Limits()
     sampler: Literal["ladder", "tpe"] = "ladder"
     compress: tuple[str, ...] = ()
-    """The :data:`WAYS` in which smaller networks are tried, from :func:`ways`; ``("auto",)`` stands for all, and whole layers
-    are then removed too."""
+    """The :data:`WAYS` in which smaller networks are tried, from :func:`ways`; ``("auto",)`` stands for all but
+    ``activations``, and whole layers are then removed too."""
     storage: str | None = None
     """URL of a database; ``None`` stands for an SQLite file in the run folder."""
     train_s: float | None = None

@@ -31,7 +31,8 @@ from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
-from trimtab.study.samplers.ladder import Ask, SearchState
+from trimtab.study.samplers.ladder import LONG, MORE_TRAININGS, Ask, SearchState
+from trimtab.study.samplers.quantization import UPDATES
 from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file
 from trimtab.study.task import InferenceTask, Task
@@ -249,11 +250,18 @@ class Study:
             return "Other processes use this machine, where several threads cannot be timed."
         return self.prepared.why_not(recipe) or self.trainings.why_not(recipe)
 
-    def plan(self, *, seconds: float | None = None, width: float = 0.03, **reach: float) -> Plan:
-        """How trials are checked and timed; ``reach`` has the thresholds for the first timing."""
+    def plan(self, *, seconds: float | None = None, width: float = 0.03, floor: float = 0.0, best: float = 0.0) -> Plan:
+        """How trials are checked and timed; ``floor`` and ``best`` are the thresholds for the first timing."""
         options, timing = self.options, seconds or self.options.timing_s
-        times = {"quick_s": timing / 4, "seconds": timing, "width": width}
-        return Plan(objective=options.objective, limits=options.limits, **times, **reach)
+        return Plan(
+            objective=options.objective,
+            limits=options.limits,
+            quick_s=timing / 4,
+            seconds=timing,
+            width=width,
+            floor=floor,
+            best=best,
+        )
 
     def _keep_thread_limit(self) -> None:
         """Time with as many threads as the run that began this study: ratios of other numbers of threads cannot be compared."""
@@ -293,9 +301,14 @@ class Study:
             throughput=self.options.objective == "throughput",
             convolves=self.prepared.convolves,
             compress=self.options.compress,
+            **self._trainings_allowed(),
             feasible=lambda trial: ranking.feasible(trial, self.options.limits),
             value=lambda trial: ranking.value(trial, self.options.objective),
         )
+
+    def _trainings_allowed(self) -> dict[str, Any]:
+        """More and longer trainings, if the user gave a budget for them."""
+        return {} if self.options.train_s is None else {"updates": (*UPDATES, LONG), "trainings": MORE_TRAININGS}
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
         """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""

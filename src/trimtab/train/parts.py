@@ -144,7 +144,7 @@ class Parts(Step):
         """
         if self._place == 0 and not self._losses:
             if self._typical is None and self.world.size > 1:
-                self._typical = self.world.agreed(examples(self._batch))
+                self._typical = self.world.average(examples(self._batch))
             self._within.enter_context(self.world.together(update=True))
         counts: Weight = examples(self._batch) if weight is None else weight
         if not self.world.counts:  # it only keeps step with processes that have more batches
@@ -199,7 +199,7 @@ class Parts(Step):
             "random": world.gathered(self._random()),
             "state": state,
         }
-        world.led(lambda: folder.save(self.update, kept))
+        world.on_first(lambda: folder.save(self.update, kept))
 
     def load(self) -> Mapping[str, Any] | None:
         """Restore the newest checkpoint; returns the ``state`` that :meth:`save` was given, ``None`` without a checkpoint.

@@ -400,7 +400,7 @@ class Trainer:
         state = self.context.checkpoints.load()
         self.context.shown.modes.train()  # the parameters that it would convert are overwritten next
         setup.restore(self.context, state)
-        self.context.note_once(self.context.checkpoints.passed_over())
+        self.context.note_once(self.context.checkpoints.skipped_note())
         self.context.resuming = state
         self.context.shown.forget()
         return self

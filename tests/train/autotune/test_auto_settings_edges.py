@@ -43,7 +43,7 @@ class Two(World):
 
     size = 2
 
-    def agreed(self, value: float) -> float:
+    def average(self, value: float) -> float:
         return value + 1
 
 

@@ -260,7 +260,7 @@ def found(folder: pathlib.Path, peaks_known: None) -> list[dict[str, Any]]:
     return on_ranks(checks, folder)
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-5) -> None:
+def assert_same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(
         torch.tensor(found["parameters"]), torch.tensor(wanted["parameters"]), rtol=tolerance, atol=tolerance
     )
@@ -273,19 +273,19 @@ def same(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-5)
 )
 def test_a_model_that_is_spread_trains_as_on_one_process(found: list[dict[str, Any]], alone: dict[str, Any], how: str) -> None:
     for each in found:
-        same(each[how], alone, 5e-5)
+        assert_same(each[how], alone, 5e-5)
 
 
 def test_a_layer_that_stands_in_lists_twice_is_shared_out_once(found: list[dict[str, Any]]) -> None:
     wanted = run(trainer(model=Again(), accumulate=4), 2)
     for each in found:
-        same(each["again"], wanted, 5e-5)
+        assert_same(each["again"], wanted, 5e-5)
 
 
 def test_a_model_that_is_shared_out_can_be_given_to_another_trainer(found: list[dict[str, Any]]) -> None:
     wanted = two_trainers(4)
     for each in found:
-        same(each["two trainers"], wanted, 5e-5)
+        assert_same(each["two trainers"], wanted, 5e-5)
 
 
 def test_gradients_of_shards_can_cross_in_bfloat16(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -310,7 +310,7 @@ def test_one_process_goes_on_with_what_two_have_written(
     assert found
     for place in (folder / kind).glob("update-*"):
         assert {file.suffix for file in place.iterdir()} == {".json", ".safetensors"}
-    same(run(trainer(folder / kind, accumulate=4).resume(), 3), alone, 5e-5)
+    assert_same(run(trainer(folder / kind, accumulate=4).resume(), 3), alone, 5e-5)
 
 
 def test_what_does_not_go_together_is_refused(found: list[dict[str, Any]]) -> None:

@@ -124,7 +124,7 @@ def tried_again() -> dict[str, Any]:
         for _ in range(3):
             crossed(world, given)
         if name == "failed":
-            world.renew()
+            world.drop_update()
         found[name] = float(crossed(world, torch.zeros(32, 32)).abs().max())
     return found
 

@@ -155,7 +155,7 @@ def full(name: str, folder: pathlib.Path) -> list[str]:
     if name == "optimizer" and second:
         made.optimizer.step = full_at(3, made.optimizer.step)
     if name == "zeros" and second:
-        made.world.release = full_at(1, made.world.release)
+        made.world.finish_exchange = full_at(1, made.world.finish_exchange)
     if name == "bucket" and second:
         made.world.exchange.begin = full_at(3, made.world.exchange.begin)
     return failure(lambda: made.fit(batches(), epochs=1))

@@ -57,7 +57,7 @@ def padded(batches: Sequence[Batch]) -> Batch:
     return torch.cat(tokens), torch.cat(labels)
 
 
-def close(a: nn.Module, b: nn.Module) -> None:
+def assert_close(a: nn.Module, b: nn.Module) -> None:
     """Parameters and buffers are the same within the rounding of float32, relative to the largest of each."""
     for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
         error = (x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1e-3)
@@ -131,7 +131,7 @@ def test_unequal_batches_add_up_to_the_full_batch(name: str, ignored: tuple[int,
         log_every=1,
     )
     summary = trainer.fit(batches, epochs=3)
-    close(model, plain)
+    assert_close(model, plain)
     assert summary.updates == 3
     assert summary.loss == pytest.approx(expected, rel=TOLERANCE)
 
@@ -143,7 +143,7 @@ def test_a_large_batch_taken_apart_is_the_same_update() -> None:
     by_hand(plain, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), [batch] * 2, clip=None)
     trainer = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=sgd, settings=Settings(data=DataSettings(micro_batch=4)))
     assert trainer.fit([batch], epochs=2).updates == 2
-    close(model, plain)
+    assert_close(model, plain)
 
 
 def test_scheduler_and_optimizer_step_once_per_update() -> None:
@@ -216,7 +216,7 @@ def test_exact_batchnorm_is_that_of_the_full_batch(recomputed: bool) -> None:
         settings=settings,
     )
     trainer.fit(batches, epochs=3)
-    close(model, plain)  # running means and variances and the number of batches are among the buffers
+    assert_close(model, plain)  # running means and variances and the number of batches are among the buffers
     assert [int(b) for n, b in model.state_dict().items() if n.endswith("num_batches_tracked")] == [3] * 5
     if recomputed:
         assert any("recomputed" in note and "nothing" not in note for note in trainer.notes), trainer.notes
@@ -230,7 +230,7 @@ def test_without_exact_batchnorm_the_statistics_are_those_of_each_batch() -> Non
     trainer.fit(batches, epochs=1)
     assert int(model.get_buffer("0.1.num_batches_tracked")) == 4
     with pytest.raises(AssertionError):
-        close(model, plain)
+        assert_close(model, plain)
 
 
 def test_exact_batchnorm_refuses_what_would_break_it() -> None:
@@ -283,7 +283,7 @@ def test_batches_run_as_one_only_where_they_differ_in_their_examples_alone(diffe
         Trainer(model, loss=labelled, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, joined=joined))).fit(
             batches, epochs=2
         )
-    close(together, apart)
+    assert_close(together, apart)
     exact = Trainer(
         apart, loss=labelled, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, exact_batchnorm=True))
     )
@@ -307,7 +307,7 @@ def test_batches_that_are_objects_are_not_taken_for_the_first() -> None:
         Trainer(model, loss=loss, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, joined=joined))).fit(
             graphs, epochs=2
         )
-    close(together, apart)
+    assert_close(together, apart)
 
 
 class Encoding(UserDict[str, Any]):
@@ -335,7 +335,7 @@ def test_batches_that_are_joined_stay_of_their_kind() -> None:
         Trainer(model, loss=loss, optimizer=sgd, settings=Settings(data=DataSettings(accumulate=2, joined=joined))).fit(
             batches, epochs=2
         )
-    close(together, apart)
+    assert_close(together, apart)
 
 
 @pytest.mark.parametrize("other", [{"mask": torch.ones(4)}, {"scale": None}, {"sizes": (8, 8, 8)}])

@@ -28,12 +28,12 @@ def split_off(candidate: Candidate, count: int) -> tuple[Candidate, tuple[str, .
     if not count:
         return candidate, ()
     candidate = folded(candidate)
-    return candidate, most_sensitive(candidate, count, recurrent=True)
+    return candidate, most_sensitive(candidate, count, every=True)
 
 
-def note(layers: Sequence[str]) -> list[str]:
-    """A sentence about the layers that stay float, if there are any."""
-    return [f"Layers in float, which rounding harms most: {', '.join(layers)}."] if layers else []
+def note(layers: Sequence[str], precision: str = "float") -> list[str]:
+    """A sentence about the layers that keep a higher ``precision``, if there are any."""
+    return [f"Layers in {precision}, which rounding harms most: {', '.join(layers)}."] if layers else []
 
 
 def onnx_nodes(exported: pathlib.Path, layers: Iterable[str], candidate: Candidate) -> list[str]:

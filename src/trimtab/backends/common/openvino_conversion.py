@@ -28,6 +28,8 @@ from trimtab.errors import CompileError
 from trimtab.hardware import environment
 
 Ranges = Literal["minmax", "percentile"]
+GROUP = 64
+"""Inputs of a linear layer that share a scale with 4 bits."""
 RECURRENT = ("LSTMSequence", "LSTMCell", "GRUSequence", "GRUCell", "RNNSequence", "RNNCell")
 
 
@@ -76,11 +78,17 @@ def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool, ranges: Ranges
         )
 
 
-def compress(model: Any, but: Sequence[str] = ()) -> Any:
+def compress(model: Any, but: Sequence[str] = (), *, four_bits: bool = False) -> Any:
     """Quantize weights to int8 except in the operations ``but``, without data; the CPU plug-in quantizes activations at run
-    time. Source: NNCF documentation."""
+    time. With ``four_bits`` linear layers but the last get int4 with one scale for each group of inputs, and all else that has
+    weights int8: embeddings, the last layer and the operations ``but``. Source: NNCF documentation."""
     with _nncf() as nncf:
-        return nncf.compress_weights(model, ignored_scope=nncf.IgnoredScope(names=list(but), validate=False))
+        scope = nncf.IgnoredScope(names=list(but), validate=False)
+        if not four_bits:
+            return nncf.compress_weights(model, ignored_scope=scope)
+        mode = nncf.CompressWeightsMode.INT4_SYM
+        model = nncf.compress_weights(model, mode=mode, ratio=1.0, group_size=GROUP, ignored_scope=scope)
+        return nncf.compress_weights(model)  # of what is float yet
 
 
 @contextlib.contextmanager

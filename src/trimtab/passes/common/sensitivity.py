@@ -30,12 +30,16 @@ MOST_CALLS = 16
 BLAMED = 3
 """Most layers that a sentence names."""
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
 Outputs = list[list[torch.Tensor]]
 
 
 def sensitivities(candidate: Candidate) -> dict[str, float]:
-    """For each convolution, linear and recurrent layer that the calibration inputs reach, the mean squared change of the
-    outputs when its weights and activations are rounded, relative to their variance; most sensitive layer first.
+    """For each convolution, linear and recurrent layer and each embedding that the calibration inputs reach, the mean squared
+    change of the outputs when its weights and activations are rounded, relative to their variance; most sensitive layer first.
+
+    Of an embedding only the weights are rounded, because a lookup computes nothing.
 
     The table is kept in the candidate's scratch folder under the hash of weights and calibration data.
 
@@ -56,8 +60,9 @@ def sensitivities(candidate: Candidate) -> dict[str, float]:
     return table
 
 
-def most_sensitive(candidate: Candidate, count: int, *, recurrent: bool = False) -> tuple[str, ...]:
-    """Names of the ``count`` layers whose rounding changes the outputs most; ``recurrent`` layers are among them if asked for.
+def most_sensitive(candidate: Candidate, count: int, *, every: bool = False) -> tuple[str, ...]:
+    """Names of the ``count`` layers whose rounding changes the outputs most: of convolutions and linear layers, or of ``every``
+    kind.
 
     Raises:
         CompileError: no layer would be left.
@@ -65,18 +70,22 @@ def most_sensitive(candidate: Candidate, count: int, *, recurrent: bool = False)
     if not count:
         return ()
     layers = dict(candidate.model.named_modules())
-    names = [name for name in sensitivities(candidate) if recurrent or not isinstance(layers[name], nn.RNNBase)]
+    names = [name for name in sensitivities(candidate) if every or not isinstance(layers[name], (nn.RNNBase, *EMBEDDINGS))]
     if count >= len(names):
         raise CompileError(f"No layer is left to quantize: float_layers is {count}, and the model has {len(names)}.")
     return tuple(names[:count])
 
 
-def blamed(candidate: Candidate) -> str | None:
-    """A sentence that names the layers whose rounding to 8 bits changes the outputs most; ``None`` if none can be measured."""
+def known_sensitivities(candidate: Candidate) -> dict[str, float]:
+    """:func:`sensitivities` of the model with folded batch norms; empty if none can be measured."""
     try:
-        table = sensitivities(folded(candidate))
+        return sensitivities(folded(candidate))
     except CompileError:
-        return None
+        return {}
+
+
+def blamed(table: Mapping[str, float]) -> str | None:
+    """A sentence that names the first layers of ``table``, from :func:`sensitivities`; ``None`` if it is empty."""
     named = ", ".join(f"{name} ({value:.2g} of the outputs' variance)" for name, value in list(table.items())[:BLAMED])
     return f"Rounded alone, these layers change the outputs most: {named}." if named else None
 
@@ -84,7 +93,7 @@ def blamed(candidate: Candidate) -> str | None:
 def _measured(candidate: Candidate) -> dict[str, float]:
     model = candidate.own_model()
     layers = quantizable(model)
-    recurrent = {name: module for name, module in model.named_modules() if isinstance(module, nn.RNNBase)}
+    recurrent = {name: module for name, module in model.named_modules() if isinstance(module, (nn.RNNBase, *EMBEDDINGS))}
     with torch.no_grad(), _inputs_seen(model, recurrent) as inputs, ranges_seen(model, layers) as seen:
         wanted = _outputs(candidate, model)
     variances = [_variance(each) for each in zip(*wanted, strict=True)]
@@ -95,8 +104,7 @@ def _measured(candidate: Candidate) -> dict[str, float]:
             with _one_rounded(model, name, scales):
                 table[name] = _change(wanted, _outputs(candidate, model), variances)
         elif name in inputs:
-            assert isinstance(module, nn.RNNBase)
-            with _recurrent_rounded(module, inputs[name].scale("minmax")):
+            with _weights_rounded(module, inputs[name].scale("minmax")):
                 table[name] = _change(wanted, _outputs(candidate, model), variances)
     return _sorted(table)
 
@@ -113,12 +121,16 @@ def _one_rounded(model: nn.Module, name: str, scales: tuple[tuple[float, int], t
 
 
 @contextlib.contextmanager
-def _recurrent_rounded(layer: nn.RNNBase, scale: tuple[float, int]) -> Iterator[None]:
-    """A block in which the weights of ``layer``, one scale for each row, and its inputs are rounded."""
+def _weights_rounded(layer: nn.Module, scale: tuple[float, int]) -> Iterator[None]:
+    """A block in which the weights of ``layer``, one scale for each row, and its inputs are rounded, except indices."""
     largest = 127 if environment.has_vnni() else 63
     before = {name: weight.detach().clone() for name, weight in layer.named_parameters() if name.startswith("weight")}
     handle = layer.register_forward_pre_hook(
-        lambda _, args: (torch.fake_quantize_per_tensor_affine(args[0], *scale, 0, LEVELS), *args[1:])
+        lambda _, args: (
+            (torch.fake_quantize_per_tensor_affine(args[0], *scale, 0, LEVELS), *args[1:])
+            if args and args[0].is_floating_point()
+            else args
+        )
     )
     try:
         with torch.no_grad():
@@ -139,7 +151,7 @@ def _inputs_seen(model: nn.Module, names: Mapping[str, Any]) -> Iterator[dict[st
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if isinstance(args[0], torch.Tensor):  # not a packed sequence
+            if args and isinstance(args[0], torch.Tensor):  # not a packed sequence
                 seen.setdefault(name, Range()).see(args[0])
 
         return hook

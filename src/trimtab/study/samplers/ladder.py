@@ -13,7 +13,17 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass, technique_from_json
 from trimtab.core.trial import State, Trial
 from trimtab.passes.student import Student
-from trimtab.study.samplers.quantization import UPDATES, given_back, layers_back, misses, trained_int8
+from trimtab.study.samplers.quantization import (
+    PAYS,
+    TRAINER,
+    UPDATES,
+    given_back,
+    holds,
+    layers_back,
+    misses,
+    trained_int8,
+    training,
+)
 from trimtab.study.samplers.quantization import speed as _speed
 
 MOST_DECLINED = 10
@@ -22,12 +32,12 @@ QUICK_MS = 5.0
 """Calls above this latency in ms are seldom faster with fewer threads."""
 COMPRESSED_ON = 2
 """Most runtimes on which smaller networks are tried."""
-PAYS = 1.15
-"""Least gain of a harder ratio over the milder one, below which it is not trained."""
 CLOSE = 0.5
-"""Share of the accuracy limit. A trained network whose drop may be larger is trained for longer."""
-MOST_TRAININGS = 3
-"""Most trainings of networks that one pass has made smaller."""
+"""Share of the accuracy limit. A trained network whose drop may be larger keeps the limit by little."""
+MOST_TRAININGS, MORE_TRAININGS = 3, 9
+"""Most trainings of networks that one pass has made smaller, and those within a budget for training that the user gave."""
+LONG = 3200
+"""Updates of one more training within such a budget."""
 AUTO_ONLY = frozenset({"drop_layers"})
 """Passes that ``compress="prune"`` does not try."""
 PROMISING = 0.5
@@ -62,6 +72,10 @@ class SearchState:
     """Whether most weights belong to convolutions, which gain from 8 bits only with calibration."""
     compress: tuple[str, ...] = ()
     """How smaller networks are made, as in :class:`~trimtab.study.options.Options`."""
+    updates: tuple[int, ...] = UPDATES
+    """Updates of a training, and of longer ones where the limit is not kept, or by little."""
+    trainings: int = MOST_TRAININGS
+    """Most trainings of networks that one pass has made smaller."""
 
     def tries(self, way: str) -> bool:
         """Whether smaller networks are made in the ``way``, such as ``prune``."""
@@ -186,60 +200,98 @@ def _late(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
 def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     """Ask for smaller networks on the fastest runtimes: each ratio untrained, trained where it pays, then with less precision.
 
-    An untrained network is as fast as a trained one, and its trial takes seconds.
+    An untrained network is as fast as a trained one, and its trial takes seconds. Each pass is tried on top of what the passes
+    before it have brought.
     """
     if not facts.compress:
         return
     steps = [step for step in search_space.compressing() if "auto" in facts.compress or step.name not in AUTO_ONLY]
-    steps = steps if facts.tries("prune") else []
-    steps += [Student()] if facts.tries("distill") else []
-    trained: set[tuple[Pass, Pass]] = set()
-    for base in _fastest(done):
-        best = base
-        for step in steps:
-            found = yield from _ratios(base, step, trained, done, facts)
-            best = max(best, found, key=_speed)
+    steps = sorted(steps, key=lambda step: step.name in AUTO_ONLY) if facts.tries("prune") else []
+    steps += [PASSES["swap_activations"]()] if "activations" in facts.compress else []
+    trained: set[tuple[Pass, ...]] = set()
+    plain = {trial.recipe.backend.name: trial for trial in _fastest(done, exact=True)}
+    for fastest in _fastest(done):
+        for base in (fastest, plain.get(fastest.recipe.backend.name, fastest)):
+            best, before = base, len(trained)
+            for step in steps:
+                best = yield from _ratios(best, step, trained, done, facts)
+            if facts.tries("distill"):
+                own = yield from _ratios(base, Student(), trained, done, facts)
+                best = max(best, own, key=_speed)
+            if best is not base or len(trained) == before:
+                break  # else in float, because rounding and smaller networks may lose too much together
         if best is not base:
             yield from _less_precise(base, best, done, facts)
-        for start in (base, best)[: 1 if best is base else 2] if facts.tries("quantize") else ():
-            yield from (Ask("compressed", recipe) for recipe in trained_int8(start, done))
+            if facts.tries("quantize") and best.recipe.backend.exact:
+                yield from (Ask("compressed", recipe) for recipe in trained_int8(best, done, facts.updates))
+    for base in _fastest(done, exact=True) if facts.tries("quantize") else ():
+        yield from (Ask("compressed", recipe) for recipe in trained_int8(base, done, facts.updates))
 
 
 def _ratios(
-    base: Trial, step: Pass, trained: set[tuple[Pass, Pass]], done: Mapping[str, Trial], facts: SearchState
+    start: Trial, step: Pass, trained: set[tuple[Pass, ...]], done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Trial]:
-    """Ask for ``step`` at each ratio on top of ``base``, mildest first. Returns the fastest trial that keeps the limit."""
-    best, failures = base, 0
+    """Ask for ``step`` at each ratio on top of ``start``, mildest first, as long as each keeps the limit and gains over the one
+    before: untrained, and trained if it does not keep the limit untrained. Returns the fastest trial that keeps the limit.
+
+    A network that keeps the limit by little, or needed a longer training, lets harder ratios begin with the longer one. If
+    none of them keeps the limit, it is itself trained for longer, because on other data it may well miss the limit.
+    """
+    before, rest = start.recipe.parts, tuple(each for each in start.recipe.passes if not each.compresses)
+    best, longer, failures = start, 0, 0
+
+    def affordable(passes: tuple[Pass, ...]) -> bool:
+        """Whether the training is among the first ones; it then counts."""
+        names = [part.name for part in passes]
+        if passes not in trained and sum(names == [part.name for part in each] for each in trained) >= facts.trainings:
+            return False
+        trained.add(passes)
+        return True
+
     for smaller in _smaller(step):
-        untrained = dataclasses.replace(base.recipe, passes=(smaller, *base.recipe.passes))
-        yield Ask("compressed", untrained)
-        timed = done[untrained.hash]
-        if timed.state in (State.FAILED, State.SKIPPED):
-            failures += 1
-            if failures == 2 or timed.state is State.SKIPPED:
+        parts = (*before, smaller)
+        held: Trial | None = None
+        if not step.trained_only:
+            untrained = dataclasses.replace(start.recipe, passes=(*parts, *rest))
+            yield Ask("compressed", untrained)
+            timed = done[untrained.hash]
+            if timed.state in (State.FAILED, State.SKIPPED):
+                failures += 1
+                if failures == 2 or timed.state is State.SKIPPED:
+                    break
+                continue
+            if not _pays(timed, best, facts):
+                continue
+            held = timed if holds(timed) else None
+        while held is None and longer < len(facts.updates):
+            passes = (*parts, training(facts.updates[longer]))
+            if not affordable(passes):
                 return best
-            continue
-        gain = _gain(timed, best, facts)
-        if gain is not None and gain < PAYS:
-            continue
-        for updates in UPDATES:
-            training: Pass = dataclasses.replace(PASSES["recover"](), updates=updates)  # type: ignore[call-arg]
-            mine = {pair for pair in trained if pair[0].name == step.name}
-            if (smaller, training) not in trained and len(mine) >= MOST_TRAININGS:
-                return best
-            trained.add((smaller, training))
-            recipe = dataclasses.replace(base.recipe, passes=(smaller, training, *base.recipe.passes))
+            recipe = dataclasses.replace(start.recipe, passes=(*passes, *rest))
             yield Ask("compressed", recipe)
             trial = done[recipe.hash]
-            if trial.state is State.COMPLETE and (trial.drop is None or trial.drop.decided):
-                best = trial
-                if trial.drop is None or trial.drop.limit is None or trial.drop.upper <= CLOSE * trial.drop.limit:
-                    break  # else it is trained for longer, because on other data it may well miss the limit
-            if trial.state in (State.FAILED, State.SKIPPED) or trial.ended_by is not None:
+            if holds(trial):
+                held = trial
+            elif trial.state in (State.FAILED, State.SKIPPED) or trial.ended_by is not None:
                 return best
-        else:
-            return best
-    return best
+            if held is None or not _comfortable(trial):
+                longer += 1
+        if held is None or (step.trained_only and not _pays(held, best, facts)):
+            break
+        best, longer = held, min(longer, len(facts.updates) - 1)
+    made = next((step.updates for step in best.recipe.passes if step.name == TRAINER), None)  # type: ignore[attr-defined]
+    more = next((updates for updates in facts.updates if made is not None and updates > made), None)
+    passes = (*best.recipe.parts, training(more or 0)) if more is not None else ()
+    if best is start or not passes or _comfortable(best) or not affordable(passes):
+        return best
+    recipe = dataclasses.replace(start.recipe, passes=(*passes, *rest))
+    yield Ask("compressed", recipe)
+    return max(best, done[recipe.hash], key=lambda trial: (holds(trial), -1.0 if trial.drop is None else -trial.drop.upper))
+
+
+def _comfortable(trial: Trial) -> bool:
+    """Whether the drop is surely so small that other data will hardly show one beyond the limit."""
+    return trial.drop is None or trial.drop.limit is None or trial.drop.upper <= CLOSE * trial.drop.limit
 
 
 def _smaller(step: Pass) -> list[Pass]:
@@ -251,33 +303,41 @@ def _smaller(step: Pass) -> list[Pass]:
 
 
 def _less_precise(base: Trial, best: Trial, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
-    """Ask for lossy variants of the backend of ``best``, without those that slowed down ``base``, its full-sized form."""
+    """Ask for lossy variants of the backend of ``best``, without those that slowed down ``base``, its full-sized form. Where
+    one misses the limit, its most sensitive layers go back to float."""
     lossy = [backend for backend in search_space.variants(best.recipe.backend) if not backend.exact]
     for backend in sorted(lossy, key=lambda backend: _late(backend, facts)):
         known = done.get(dataclasses.replace(base.recipe, backend=backend).hash)
-        if known is None or known.speedup is None or _speed(known) > _speed(base):
-            yield Ask("compressed", dataclasses.replace(best.recipe, backend=backend))
+        if known is None and _same_precision(backend, best.recipe.backend):
+            continue
+        if known is not None and known.speedup is not None and _speed(known) <= _speed(base):
+            continue
+        recipe = dataclasses.replace(best.recipe, backend=backend)
+        yield Ask("compressed", recipe)
+        if (but := layers_back(best.recipe, backend)) is not None:
+            yield from (Ask("compressed", each) for each in given_back(done[recipe.hash], _speed(best), done, but))
 
 
-def _fastest(done: Mapping[str, Trial]) -> list[Trial]:
-    """The fastest exact trial of each of the fastest runtimes, whether it keeps limits of time and size or not."""
+def _fastest(done: Mapping[str, Trial], *, exact: bool = False) -> list[Trial]:
+    """The fastest full-sized trial, or ``exact`` one, of each of the fastest runtimes that keeps the accuracy limit, whether it
+    keeps limits of time and size or not. Where that is an int8 form, smaller networks are timed and judged in int8: in float
+    they would look slow."""
     found: dict[str, Trial] = {}
     for trial in done.values():
-        whole = trial.recipe.exact and trial.state is State.COMPLETE and trial.speedup is not None
+        whole = holds(trial) and not trial.recipe.compresses and trial.speedup is not None and (trial.recipe.exact or not exact)
         if whole and (trial.size_mb is not None or trial.recipe.backend.name == "eager"):
             found[trial.recipe.backend.name] = max(found.get(trial.recipe.backend.name, trial), trial, key=_speed)
     order = sorted(found.values(), key=_speed, reverse=True)
     return [trial for trial in order if _speed(trial) >= PROMISING * _speed(order[0])][:COMPRESSED_ON]
 
 
-def _gain(trial: Trial, over: Trial, facts: SearchState) -> float | None:
-    """By what factor ``trial`` is better than ``over`` in the objective; ``None`` if one is unmeasured."""
+def _pays(trial: Trial, over: Trial, facts: SearchState) -> bool:
+    """Whether ``trial`` is so much better than ``over`` in the objective that it is worth a training, or one is unmeasured."""
     one, other = facts.value(trial), facts.value(over)
     if one is None or other is None:
-        return None
-    if one < 0:  # memory or size, negated
-        return other / one
-    return _speed(trial) / max(_speed(over), 1e-9)
+        return True
+    gain = other / one if one < 0 else _speed(trial) / max(_speed(over), 1e-9)  # memory and size are negated
+    return gain >= PAYS
 
 
 def _knobs(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:

@@ -6,7 +6,7 @@ The generators yield recipes, and read their trials from the finished ones when 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from trimtab.core import search_space
 from trimtab.core.backend import Backend
@@ -16,6 +16,8 @@ from trimtab.core.trial import State, Trial
 
 UPDATES = (200, 800)
 """Updates of a training, and of the second one where the first did not keep the accuracy limit."""
+PAYS = 1.15
+"""Least gain of another form of the network, below which it is not trained."""
 QUANTIZER, TRAINER = "fake_quant", "recover"
 
 
@@ -34,6 +36,11 @@ def misses(trial: Trial) -> bool:
     if trial.state is State.MISMATCH or lost is None:
         return trial.state is State.MISMATCH
     return lost.decided is False or (lost.decided is None and lost.limit is not None and lost.value > 0)
+
+
+def holds(trial: Trial) -> bool:
+    """Whether the trial was measured to the end, and keeps the accuracy limit where it can be judged."""
+    return trial.state is State.COMPLETE and (trial.drop is None or bool(trial.drop.decided))
 
 
 def given_back(
@@ -71,10 +78,14 @@ def layers_back(recipe: Recipe, backend: Backend) -> Callable[[int], Recipe] | N
     return lambda count: dataclasses.replace(recipe, backend=dataclasses.replace(backend, float_layers=count))  # type: ignore[call-arg]
 
 
-def trained_int8(start: Trial, done: Mapping[str, Trial]) -> Generator[Recipe, None, Trial | None]:
-    """Recipes in which the network of ``start``, whose backend is lossless, is quantized in the model: as it is, and then
-    trained. Only where the runtime's own static int8 form is faster than ``start`` and misses the accuracy limit, or cannot be
-    made. Returns the trial that keeps the limit.
+def trained_int8(
+    start: Trial, done: Mapping[str, Trial], trainings: Sequence[int] = UPDATES
+) -> Generator[Recipe, None, Trial | None]:
+    """Recipes in which the network of ``start``, whose backend is lossless, is quantized in the model: as it is, with its most
+    sensitive layers in float, and then trained. Only where the runtime's own static int8 form is faster than ``start`` and
+    misses the accuracy limit, or cannot be made. Returns the trial that keeps the limit.
+
+    Layers in float cost speed but no training: without one in float it is trained only where that is surely worth it.
     """
     quantizer = PASSES[QUANTIZER]()
     backend, before = start.recipe.backend, start.recipe.passes
@@ -90,22 +101,38 @@ def trained_int8(start: Trial, done: Mapping[str, Trial]) -> Generator[Recipe, N
             not misses(known) or (known.speedup is not None and speed(known) <= speed(start))
         ):
             return None
-    smaller = tuple(step for step in before if step.compresses and step.name != TRAINER)
-    rest = tuple(step for step in before if not step.compresses)
+    smaller, rest = start.recipe.parts, tuple(step for step in before if not step.compresses)
     taught = tuple(step for step in before if step.name == TRAINER)
-    for passes in (
-        (*smaller, *taught, quantizer, *rest),
-        *((*smaller, quantizer, _training(updates), *rest) for updates in UPDATES),
-    ):
-        recipe = dataclasses.replace(start.recipe, passes=passes)
+
+    def form(*passes: Pass) -> Recipe:
+        return dataclasses.replace(start.recipe, passes=(*smaller, *passes, *rest))
+
+    def floating(count: int) -> Recipe:
+        return form(*taught, dataclasses.replace(quantizer, float_layers=count))  # type: ignore[call-arg]
+
+    yield (untrained := form(*taught, quantizer))
+    trial = done[untrained.hash]
+    if holds(trial):
+        return trial
+    if trial.state in (State.FAILED, State.SKIPPED) or (trial.speedup is not None and speed(trial) <= speed(start)):
+        return None
+    rescued: Trial | None = None
+    for recipe in given_back(trial, speed(start), done, floating):
         yield recipe
+        found = done[recipe.hash]
+        rescued = max(rescued or found, found, key=speed) if holds(found) else rescued
+    if rescued is not None and trial.speedup is not None and speed(trial) < PAYS * speed(rescued):
+        return rescued
+    for updates in trainings:
+        yield (recipe := form(quantizer, training(updates)))
         trial = done[recipe.hash]
-        if trial.state is State.COMPLETE and not misses(trial):
-            return trial
+        if holds(trial):
+            return max(rescued or trial, trial, key=speed)
         if trial.state in (State.FAILED, State.SKIPPED) or (trial.speedup is not None and speed(trial) <= speed(start)):
-            return None
-    return None
+            break
+    return rescued
 
 
-def _training(updates: int) -> Pass:
+def training(updates: int) -> Pass:
+    """The pass that trains what the passes before it made, with a number of updates."""
     return dataclasses.replace(PASSES[TRAINER](), updates=updates)  # type: ignore[call-arg]

@@ -25,12 +25,12 @@ from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.shadow_run import Round, ShadowRun, candidate, rounded, seconds_of, why_not_alone
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.peek import first_batches, kept_random
-from trimtab.train.engine.compiled_step import WORTH_S, CompiledStep, first_line
+from trimtab.train.engine.compiled_step import WORTH_S, CompiledStep
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.loss.loss_parity import LOSSY, SHAKE, BaselineLosses, gradients_differ, parity, rounding
 from trimtab.train.optim.kernels import why_not
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.memory_errors import out_of_memory
+from trimtab.train.runtime.memory_errors import first_line, out_of_memory
 
 OFF: Mapping[str, Any] = {
     "precision.autocast": None,
@@ -130,7 +130,7 @@ class _Decisions:
             self._settle(self.best)
             options = self._options(fields)
         except (TrimtabError, *_FAILURES) as error:
-            failure = first_line(error)
+            failure = f"{first_line(error)}."
         if context.world.any(failure is not None):
             context.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
             return ()
@@ -216,7 +216,9 @@ class _Decisions:
                 self.interrupted.add(field)
                 result = "off: the run was interrupted before it was measured."
             except (TrimtabError, *_FAILURES) as error:
-                result = "off: there is no memory to try it." if out_of_memory(error) else f"off: it fails. {first_line(error)}"
+                result = (
+                    "off: there is no memory to try it." if out_of_memory(error) else f"off: it fails. {first_line(error)}."
+                )
         if not self.context.world.any(faster is None):  # each process asks exactly once
             assert faster is not None
             self.best, self.context.settings = faster, faster.settings

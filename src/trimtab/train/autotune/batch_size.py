@@ -123,7 +123,7 @@ def find_batch(
     context = trainer.context
     drawn, load_s = _drawn(batches, largest)
     own, world = sum(examples(batch) for batch in drawn), context.world
-    count, load_s = min(world.gathered(own)), world.agreed(load_s / own)  # seconds per example; processes try the same sizes
+    count, load_s = min(world.gathered(own)), world.average(load_s / own)  # seconds per example; processes try the same sizes
     pool = join(drawn)
     beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # loading overlaps with updates
     called = world.wrap(context.model, context.settings, fresh=False)
@@ -155,11 +155,11 @@ def search_micro_batch(context: RunContext, step: Step, group: Sequence[Batch], 
         UsageError: not even one example fits.
         WorkloadError: batches cannot be split.
     """
-    whole = int(step.world.agreed(float(max(examples(batch) for batch in group))))
+    whole = int(step.world.average(float(max(examples(batch) for batch in group))))
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
     search = _Search(context, step, None, 5.0, updates)
     candidates = ((size, parts(group, size)) for size in sizes)
-    tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same=True))
+    tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same_update=True))
     size = _fastest(tried, smallest=False)
     context.settings = context.settings.replaced({"data.micro_batch": size})
     context.decided["data.micro_batch"] = size
@@ -223,22 +223,22 @@ class _Search:
         self.limit = None if limit_mb is None else limit_mb * 1e6
         self.seconds = seconds
 
-    def run(self, candidates: Iterable[tuple[int, Sequence[Batch]]], *, same: bool = False) -> list[_Entry]:
+    def run(self, candidates: Iterable[tuple[int, Sequence[Batch]]], *, same_update: bool = False) -> list[_Entry]:
         """The sizes that were tried, in order of size.
 
         Args:
             candidates: sizes and batches; no more are taken once throughput stops growing.
-            same: whether all sizes must make the same update: the first that fits ends the sweep if a forward pass changes
-                state.
+            same_update: whether all sizes must make the same update: the first that fits ends the sweep if a forward pass
+                changes state.
 
         Raises:
             UsageError: none fits.
         """
         begun = time.perf_counter()
         model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
-        with rehearsal(model, optimizer, loss=loss) as kept, self.world.rehearsed():
+        with rehearsal(model, optimizer, loss=loss) as kept, self.world.trial_updates():
             stand_still(optimizer)
-            entries = self._sweep(candidates, lambda: moved(kept, model) if same else "")
+            entries = self._sweep(candidates, lambda: moved(kept, model) if same_update else "")
             able = [entry for entry in entries if not entry.reason]
             if not able:
                 raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
@@ -258,7 +258,7 @@ class _Search:
         best, behind, growing = 0.0, 0, False
         for size, group in candidates:
             growing = bool(entries) and size > entries[-1].size
-            entry = _Entry(size, group, self.world.agreed(float(sum(map(examples, group)))))
+            entry = _Entry(size, group, self.world.average(float(sum(map(examples, group)))))
             entry.reason = self._agreed(self._beyond(entries[-1], size) if growing else "") or self._attempt(entry)
             entries.append(entry)
             if entry.reason:
@@ -335,7 +335,7 @@ class _Search:
             for _ in range(entry.updates):
                 self.step(entry.group)
             self._wait()
-            taken = self.world.agreed(time.perf_counter() - begun) / entry.updates
+            taken = self.world.average(time.perf_counter() - begun) / entry.updates
             entry.updates = max(entry.updates, math.ceil(_SAMPLE_S / taken))
             return taken
         finally:
@@ -353,7 +353,7 @@ def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, devic
     def loss() -> torch.Tensor:
         with step.precision():
             plain = getattr(step.model, "_orig_mod", step.model)
-            return step.world.looked(lambda: step.objective(plain, batch))[0]
+            return step.world.forward_alone(lambda: step.objective(plain, batch))[0]
 
     with looked_at(step):
         return choose(model, loss, budget_mb * 1e6, device, beside=step.objective.module, world=step.world)
@@ -370,7 +370,7 @@ def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
 def backward(step: Step, batch: Batch) -> None:
     """A forward and backward pass as in ``step``, to measure it."""
     with step.precision():
-        loss, _ = step.world.looked(lambda: step.objective(step.model, batch))
+        loss, _ = step.world.forward_alone(lambda: step.objective(step.model, batch))
     loss.backward()  # type: ignore[no-untyped-call]
 
 

@@ -262,9 +262,9 @@ def _window(context: RunContext, event: Progressed) -> Window:
     spent = {phase: share * event.step_ms for phase, share in event.shares.items()}
     step = sum(ms for phase, ms in spent.items() if phase != "other")
     data, compute = spent["data"], spent["forward"] + spent["backward"]
-    agreed = context.world.agreed
+    average = context.world.average
     examples = event.examples_per_s * event.step_ms / 1e3 / context.world.size  # the event counts those of all processes
-    return Window(agreed(step), agreed(data), agreed(compute), agreed(examples))
+    return Window(average(step), average(data), average(compute), average(examples))
 
 
 def _typical(windows: Iterable[Window]) -> Window:

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from trimtab._internal.files import path_of
 from trimtab._internal.locks import locked
 from trimtab._internal.serialization import dumps
+from trimtab.core.signature import STORED
 from trimtab.errors import StorageError, UsageError
 from trimtab.tensors.weights import in_bytes
 from trimtab.train.checkpoint.figure import Figure
@@ -43,13 +44,7 @@ SPARSE = {
 }
 """The tensors that a sparse tensor is made of: names of methods, by layout."""
 LAYOUTS = {str(layout): layout for layout in SPARSE}
-PLAIN = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
-        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-    }
-)
+PLAIN = frozenset(getattr(torch, name) for name in STORED)
 """The dtypes of safetensors; tensors of other dtypes are saved as bytes."""
 _NAME = re.compile(r"update-(\d{8})|\.update-(\d{8})\.old")
 """Names of checkpoints. One named ``.old`` was being replaced when the process was killed, and is still valid."""
@@ -154,13 +149,13 @@ class Checkpoints:
             self.damaged[place.name] = damage
         return None
 
-    def passed_over(self) -> str | None:
+    def skipped_note(self) -> str | None:
         """A sentence if :meth:`load` skipped damaged checkpoints; ``None`` if not. Hashes no files."""
         if not self.damaged:
             return None
         whole = next(place.name for place in self._places() if place.name not in self.damaged)
-        said = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
-        return f"The run goes on from {whole} in {self.folder}, because what is newer is damaged ({said})."
+        reasons = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
+        return f"The run goes on from {whole} in {self.folder}, because what is newer is damaged ({reasons})."
 
     def update(self) -> int | None:
         """The number of updates before the newest checkpoint, whole or not; ``None`` if there is none."""

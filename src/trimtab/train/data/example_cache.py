@@ -5,7 +5,6 @@ Batches are never cached: with a shuffled order the same batch does not come twi
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pathlib
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from trimtab._internal.files import path_of
+from trimtab._internal.files import FULL, path_of
 from trimtab._internal.serialization import dumps
 from trimtab._internal.text import of_type
 from trimtab._internal.units import megabytes
@@ -32,7 +31,6 @@ from trimtab.train.checkpoint.checkpoints import Encoder, decode
 
 _SIZE = re.compile(r"\s*[0-9.]+\s*[kKmMgG][iI]?[bB]\s*")
 _FACTS = "cache.json"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LEAF_BYTES = 64
 """What a value takes beside its data."""
 
@@ -128,7 +126,7 @@ class ExampleCache:
             os.replace(partial, path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
-            if isinstance(error, SafetensorError) or error.errno in _FULL:  # it has no code for a full disk
+            if isinstance(error, SafetensorError) or error.errno in FULL:  # it has no code for a full disk
                 return False
             raise StorageError(f"The cache cannot be written to {path}: {error.strerror}. Give another folder.") from error
         return True

@@ -163,14 +163,14 @@ class MicroBatcher:
                 if self.exact:
                     raise
         try:
-            return self.apart(group)
+            return self.split_group(group)
         except WorkloadError:
             if self.fallback is None:
                 raise
             (self.micro,), self.fallback = self.fallback, None  # an attempt must not end the run
-            return self.apart(group)
+            return self.split_group(group)
 
-    def apart(self, group: list[Batch]) -> list[Batch]:
+    def split_group(self, group: list[Batch]) -> list[Batch]:
         """The batches of ``group``, split into micro-batches."""
         return group if self.micro is None else [part for batch in group for part in split(batch, self.micro)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -116,7 +117,7 @@ class _Trial:
     def sample(self) -> None:
         """Time some batches; those read before this turn are used, but not timed."""
         if self._batches is None:
-            self._batches = _endless(self.loader)
+            self._batches = itertools.chain.from_iterable(itertools.repeat(self.loader))
         for _ in range(1 + self.way.workers * self.way.prefetch):
             self.use(next(self._batches))
         _wait_for_gpu()
@@ -164,11 +165,6 @@ def _sentence(way: Way, interval: Interval, best: Way, times: dict[Way, Interval
     if ratio < 1 or ratio <= CLOSE:
         return f"{figures}; not worth more than {best}, which is as fast within {CLOSE - 1:.0%}."
     return f"{figures}; {ratio:.3g} times the time of {best}."
-
-
-def _endless(loader: Loader) -> Iterator[Batch]:
-    while True:
-        yield from loader
 
 
 def _wait_for_gpu() -> None:

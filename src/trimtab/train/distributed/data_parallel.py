@@ -110,7 +110,7 @@ class DataParallelGroup(Group):
         finally:
             self._sending = False
 
-    def release(self) -> None:
+    def finish_exchange(self) -> None:
         """Send zeros for the buckets that other processes wait for.
 
         Raises:
@@ -123,23 +123,23 @@ class DataParallelGroup(Group):
         while len(self._futures) < len(self._buckets):
             self._send(nothing=True)
             self._futures[-1].wait()  # memory may not suffice for zeros in all of them
-        self.renew()
+        self.drop_update()
 
-    def renew(self) -> None:
+    def drop_update(self) -> None:
         """Drop an update that failed, and the errors of compression, which hold a part of it."""
         self._updating = self._sending = self._partly_sent = self.lacking = False
         self._futures.clear()
         self.exchange.reset()
 
     @contextlib.contextmanager
-    def rehearsed(self) -> Iterator[None]:
+    def trial_updates(self) -> Iterator[None]:
         """A block after which the errors of compression are dropped."""
         try:
             yield
         finally:
             self.exchange.reset()
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember whether the updates are linear in the gradient."""
         self._adaptive = None if isinstance(optimizer, _LINEAR) else type(optimizer).__name__
 
@@ -156,10 +156,10 @@ class DataParallelGroup(Group):
             )
         full = 2 * (self.size - 1) / self.size * sum(p.numel() * 4 for p in self._parameters if p.requires_grad)
         each = sent.bytes / sent.updates
-        told = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
+        sent_mb = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
         on_cpu = all(p.device.type == "cpu" for p in self._parameters)
         waited = f"; the backward pass stood still {1e3 * sent.waited_s / sent.updates:.3g} ms for that" if on_cpu else ""
-        return [*notes, f"{told}{waited}."]
+        return [*notes, f"{sent_mb}{waited}."]
 
     def _begin(self) -> None:
         """Begin an update. If other parameters are trained than before, hooks and buckets are made anew."""

@@ -161,7 +161,7 @@ class FsdpGroup(Group):
             self._model.set_requires_gradient_sync(now)
         return contextlib.nullcontext()
 
-    def asked(self, ask: Callable[[], T]) -> T:
+    def forward(self, ask: Callable[[], T]) -> T:
         """The result of ``ask``, a forward pass, with the parameters gathered that are in no list of layers."""
         if self._model is None:
             return ask()
@@ -169,15 +169,15 @@ class FsdpGroup(Group):
         self._model.calls.add(_END)
         return found
 
-    def looked(self, ask: Callable[[], T]) -> T:
+    def forward_alone(self, ask: Callable[[], T]) -> T:
         """The result of ``ask``. If it fails, the other processes wait within a layer and cannot be told."""
         try:
-            return self.asked(ask)
+            return self.forward(ask)
         except BaseException as error:
             self._reported = self._unreported = error
             raise
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Use kernels for one parameter at a time if the parameters lie on different meshes."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if len(_by_mesh(parameters)) > 1 and any(name in optimizer.defaults for name in ("foreach", "fused")):
@@ -199,11 +199,10 @@ class FsdpGroup(Group):
         return self.norm(grads)
 
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
-        """Multiply the gradients by ``factor``, in place."""
         for grad in grads:
             _local(grad).mul_(factor)
 
-    def rest(self) -> None:
+    def free_gathered(self) -> None:
         """Free parameters that a forward pass without a backward pass has gathered."""
         if self._model is not None:
             self._model.reshard()

@@ -63,11 +63,9 @@ class Group(World):
 
     @property
     def leads(self) -> bool:
-        """True for the process that logs, saves and prints."""
         return self.index == 0
 
     def device(self, name: str) -> torch.device:
-        """The device ``name``; ``cuda`` without an index is the GPU of this process."""
         return local_device(name)
 
     def place(self, model: nn.Module, settings: Settings) -> None:
@@ -155,19 +153,19 @@ class Group(World):
             self._stopping, self.used, self.lacking = bool(stopping), used > 0 or not update, used > 1
         except (PeerError, PeerMemoryError):
             if update:
-                self.renew()
+                self.drop_update()
             raise
 
-    def heard(self, error: BaseException) -> bool:
+    def known_to_all(self, error: BaseException) -> bool:
         """True if all processes have failed with ``error`` or have been told of it."""
         if lost(error) or stopped(error) or _is(error, self._unreported):
             return False
         return _is(error, self._reported) or isinstance(error, (UsageError, WorkloadError, PeerMemoryError))
 
-    def release(self) -> None:
+    def finish_exchange(self) -> None:
         """Take part in the exchange of gradients that others wait for, after an update failed here."""
 
-    def renew(self) -> None:
+    def drop_update(self) -> None:
         """Drop the state of an update that failed in another process."""
 
     def mean(
@@ -188,17 +186,14 @@ class Group(World):
         count = torch.where(both[0] > 0, both[0], 1.0)  # without any weight the mean is 0, not nan
         return both[1] / count, count
 
-    def agreed(self, value: float) -> float:
-        """The mean of ``value`` over all processes."""
+    def average(self, value: float) -> float:
         values = self.gathered(value)
         return sum(values) / len(values)
 
     def any(self, truth: bool) -> bool:
-        """True if ``truth`` is true in any process."""
         return bool(self._maximum(int(truth))[0])
 
-    def most(self, count: int) -> int:
-        """The maximum of ``count`` over all processes."""
+    def maximum(self, count: int) -> int:
         return self._maximum(count)[0]
 
     def stopping(self, wish: bool) -> bool:
@@ -212,7 +207,7 @@ class Group(World):
         dist.all_gather_object(found, value, group=self.everyone)
         return found
 
-    def led(self, action: Callable[[], T]) -> T | None:
+    def on_first(self, action: Callable[[], T]) -> T | None:
         """The result of ``action`` in rank 0, ``None`` in other processes.
 
         Raises:
@@ -222,7 +217,7 @@ class Group(World):
             return action() if self.leads else None
 
     @torch.no_grad()
-    def settle(self, buffers: Sequence[torch.Tensor]) -> None:
+    def average_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Set buffers that differ between processes to their mean, or to those of rank 0 if they are no floating point."""
         buffers = [part for buffer in buffers for part in stored(buffer)]
         found = self.gathered([_digest(buffer) for buffer in buffers])
@@ -238,7 +233,6 @@ class Group(World):
                 broadcast(buffer, self.data)
 
     def barrier(self) -> None:
-        """Wait for all processes."""
         dist.barrier(group=self.everyone)
 
     def _counted_rounds(self, groups: Iterator[T], length: int, again: Callable[[], T | None] | None) -> Iterator[T]:
@@ -294,7 +288,7 @@ class Group(World):
         if lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _is(error, self._reported):
             return
         self._reported = error  # it may pass through outer blocks, where nobody listens
-        if update and not self._released():
+        if update and not self._exchange_finished():
             self._unreported = error
             if out_of_memory(error):
                 raise no_second_try(error) from error
@@ -303,12 +297,12 @@ class Group(World):
         with contextlib.suppress(RuntimeError):  # the others may be gone; the first error counts
             self._all_maximum(own, dist.get_rank() + 1, 0, 0)
 
-    def _released(self) -> bool:
+    def _exchange_finished(self) -> bool:
         """Let the other processes finish the update that failed here; true if they then wait for its outcome."""
         if not self.repeats:
             return False
         try:
-            self.release()
+            self.finish_exchange()
         except (RuntimeError, MemoryError):
             return False
         return True
@@ -365,7 +359,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 def lost(error: BaseException) -> bool:
     """True if ``error`` says that the connection to another process broke."""
-    said = isinstance(error, dist.DistNetworkError) or (
+    named = isinstance(error, dist.DistNetworkError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
     )
-    return said or (error.__cause__ is not None and lost(error.__cause__))
+    return named or (error.__cause__ is not None and lost(error.__cause__))

@@ -16,6 +16,7 @@ from trimtab.tensors.structure import tensors_of
 from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.run_context import RunContext
+from trimtab.train.runtime.memory_errors import first_line
 from trimtab.train.runtime.step_clock import Clock
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked
@@ -123,7 +124,7 @@ class CompileWatch:
 
     def __init__(self, step: CompiledStep) -> None:
         self.step, self.again = step, 0
-        self._compilations, self._told = Compilations(), False
+        self._compilations, self._noted_failure = Compilations(), False
 
     def __call__(self, context: RunContext, event: Event) -> None:
         """Note what was compiled since the last event."""
@@ -133,8 +134,8 @@ class CompileWatch:
             if one.again is not None:
                 self.again += 1
                 self._remark(context, one.again, one)
-        if self.step.failure is not None and not self._told:
-            self._told = True
+        if self.step.failure is not None and not self._noted_failure:
+            self._noted_failure = True
             text = f"compile is off: the model cannot be compiled. {self.step.failure}"
             context.notes.append(text)
             context.emit(Remarked(update=event.update, epoch=event.epoch, text=text))
@@ -149,16 +150,10 @@ class CompileWatch:
             context.emit(Remarked(update=position.update, epoch=position.epoch, text=text))
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says, as a sentence."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line.rstrip(".:") + "."
-
-
 def _failure(error: RuntimeError) -> str | None:
     """Why the model cannot be compiled, in a sentence; ``None`` if ``error`` is not about compilation."""
     if isinstance(error, require("torch._dynamo.exc").TorchDynamoException):
-        return first_line(error)
+        return f"{first_line(error)}."
     words = str(error)  # torch has no error class for double backward and for a retained graph
     return _TWICE if "support double backward" in words or "non-empty donated buffers" in words else None
 

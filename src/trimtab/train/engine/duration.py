@@ -74,8 +74,8 @@ def check_epoch(context: RunContext, train: Iterable[Any]) -> None:
     if state is None:
         return
     now, before = batches_in_all(train, world), state["batches"]
-    apart = 0 if state["processes"] == world.size else max(state["processes"], world.size) - 1
-    if position.batch and now is not None and before is not None and abs(now - before) > apart:
+    unequal = 0 if state["processes"] == world.size else max(state["processes"], world.size) - 1
+    if position.batch and now is not None and before is not None and abs(now - before) > unequal:
         context.note(epoch.other_length(position.batch, f"{now} batches and not {before}"))
         position.batch = 0
 
@@ -120,7 +120,7 @@ def updates_in_all(context: RunContext, train: Iterable[Any], epochs: int | None
     return position.update + max(-(-left // each) + whole * -(-most // each), 0)
 
 
-def over(context: RunContext, epochs: int | None, steps: int | None) -> bool:
+def reached_end(context: RunContext, epochs: int | None, steps: int | None) -> bool:
     """Whether the run has reached its length, and validated its last epoch."""
     position = context.position
     made = position.epoch >= epochs if epochs is not None else position.update >= (steps or 0)

@@ -232,4 +232,4 @@ def _again(feed: MicroBatcher) -> list[Batch] | None:
     if isinstance(feed.batches, Iterator):
         return None
     batches, _ = first_batches(feed.batches, 1)
-    return feed.apart([feed.move(batch) for batch in batches]) or None
+    return feed.split_group([feed.move(batch) for batch in batches]) or None

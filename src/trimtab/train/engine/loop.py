@@ -36,7 +36,7 @@ def updates(
     if held_out is not None:
         context.note_once(validation_policy.remark(context, ready.feed.length(), to_come))
     _stop_if_stale(context)  # a resumed run may have ended by it
-    while not context.world.any(context.ending) and not duration.over(context, epochs, steps):
+    while not context.world.any(context.ending) and not duration.reached_end(context, epochs, steps):
         if not position.due:
             context.modes.begin_epoch()
             epoch.begin(context, ready.feed)
@@ -96,13 +96,13 @@ def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out
         with epoch.close(context, ready.feed, draws=held_out is not None and context.validate_every is None):
             consistency.tell(context, EpochEnded(update=context.position.update, epoch=context.position.epoch - 1))
             if context.validate_every is None:
-                with meter.apart():
+                with meter.paused():
                     _validate(context, held_out, ready)
                     checkpoint_policy.keep_best(context, ready)
             else:
                 context.position.due = False
     except Exception as error:
-        if context.world.heard(error):
+        if context.world.known_to_all(error):
             checkpoint_policy.save(context, ready)
         raise
     if context.checkpoint_every is None and not context.position.due and context.fit.saved_best != context.position.update:
@@ -111,7 +111,7 @@ def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out
 
 def _validate_within(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
     """Validate between two updates of an epoch; random generators are as before, whether it comes to its end or not."""
-    with meter.apart(), epoch.untouched(context, ready.feed):
+    with meter.paused(), epoch.untouched(context, ready.feed):
         _validate(context, held_out, ready)
     checkpoint_policy.keep_best(context, ready)
 
@@ -125,7 +125,7 @@ def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setu
     setup.settle(context)
     with context.shown.during():
         context.log.current()
-        with context.log.apart() as log:
+        with context.log.separate() as log:
             found = validation.validate(context, held_out, ready.step, ready.move, lambda: context.fit.interrupted)
         if found is None:
             context.note("The validation was cut off; the run that goes on begins with it.")
@@ -168,7 +168,7 @@ def _finish(context: RunContext, ready: setup.Ready, meter: Meter, epochs: int |
     context.model.eval()
     count, what = (steps, "update") if steps is not None else (epochs, "epoch")
     done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
-    over = duration.over(context, epochs, steps)
-    summary = meter.summary(context.fit.stop or (done if over else "Another process was asked to stop."))
+    ended = duration.reached_end(context, epochs, steps)
+    summary = meter.summary(context.fit.stop or (done if ended else "Another process was asked to stop."))
     consistency.tell(context, Ended(update=context.position.update, epoch=context.position.epoch, summary=summary))
     return summary

@@ -49,20 +49,20 @@ class Compared:
     """Examples."""
     parts: int
     whole: float
-    apart: float
+    of_parts: float
     allowed: float
     """Difference that rounding or random numbers explain."""
 
     @property
     def alike(self) -> bool:
         """Whether splitting does not change the loss."""
-        return abs(self.apart - self.whole) <= self.allowed
+        return abs(self.of_parts - self.whole) <= self.allowed
 
     def __str__(self) -> str:
         """A sentence for a person."""
         return (
             f"The loss of {self.count} examples is {self.whole:.6g}, and the weighted mean of their {self.parts} parts is "
-            f"{self.apart:.6g}."
+            f"{self.of_parts:.6g}."
         )
 
 
@@ -80,7 +80,7 @@ def compare(context: RunContext, step: Step, batch: Batch) -> Compared | None:
         with rehearsal(context.model, loss=context.objective.module) as kept, _evaluating(context), torch.no_grad():
             found = [one for parts in trials if (one := _compared(context, step, kept, *parts)) is not None]
     finally:
-        world.rest()
+        world.free_gathered()
     everybody = [one for ours in world.gathered(found) for one in ours]
     return next((one for one in everybody if not one.alike), next(iter(everybody), None))
 
@@ -105,7 +105,7 @@ def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, par
     def loss(batches: Sequence[Batch]) -> float:
         kept.put_back()  # state that is carried from batch to batch would look like random numbers
         with step.precision():
-            pairs = world.looked(lambda: [context.objective(context.model, batch) for batch in batches])
+            pairs = world.forward_alone(lambda: [context.objective(context.model, batch) for batch in batches])
         values, weights = [value for value, _ in pairs], [weight for _, weight in pairs]
         if context.objective.summed:
             return float(torch.stack(values).sum())
@@ -117,7 +117,7 @@ def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, par
         draws = wholes[0] != wholes[1]
         if world.any(draws) if world.shared else draws:
             wholes += [loss([whole]), loss([whole])]
-        apart = loss(parts)
+        of_parts = loss(parts)
     except (*_CANNOT_TELL, MemoryError) as error:
         if out_of_memory(error):
             go_on(error, repeats=world.repeats)
@@ -127,7 +127,7 @@ def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, par
     if not math.isfinite(middle):
         return None
     allowed = max(max(ROUNDING, rounding(context.model, step.settings)) * abs(middle), DRAWN * spread)
-    return Compared(count=examples(whole), parts=len(parts), whole=middle, apart=apart, allowed=allowed)
+    return Compared(count=examples(whole), parts=len(parts), whole=middle, of_parts=of_parts, allowed=allowed)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from trimtab.train.engine.loss_additivity import ADVICE, Compared, compare
 from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.memory_errors import out_of_memory, said
+from trimtab.train.runtime.memory_errors import first_line, out_of_memory
 
 AGAIN_AFTER = 100
 """Updates with the halved size before whole batches are tried again; doubled after each failure."""
@@ -162,7 +162,7 @@ class MicroBatchSizer:
         return found
 
     def _refuse_split(self, step: Step, size: int, group: Sequence[Batch], error: BaseException) -> None:
-        words = said(error)
+        words = first_line(error)
         if step.world.any(size == 1 and not isinstance(error, PeerMemoryError)):  # whoever ran out of memory has a larger one
             if any(length(batch) is None for batch in group):
                 raise WorkloadError(

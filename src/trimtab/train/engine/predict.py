@@ -52,7 +52,7 @@ def outputs(context: RunContext, batches: Iterable[Batch], *, limit: int | None,
             with step.precision(), _MODEL:
                 answer = model(**inputs) if isinstance(inputs, Mapping) else call(model, inputs)
             found.append(map_tensors(answer, lambda tensor: tensor.detach().cpu()))
-    context.world.rest()
+    context.world.free_gathered()
     if not found:
         raise WorkloadError("predict() got no batch. Check that the loader has data and can be gone through again.")
     return _joined(found) if joined else found

@@ -346,7 +346,7 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
 def settle(context: RunContext) -> None:
     """Give all processes the same buffers, in the model and in its moving average; all must call it together."""
     average = [] if context.ema is None else context.ema.buffers(context.model)
-    context.world.settle([*context.model.buffers(), *average])
+    context.world.average_buffers([*context.model.buffers(), *average])
 
 
 def restore(context: RunContext, state: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ def _caught() -> Iterator[None]:
     try:
         yield
     finally:
-        end.over = True
+        end.ended = True
         for number, handler in end.before.items():
             if number == _CHILD or signal.getsignal(number) is end:  # else a later run has set its own, and goes on
                 signal.signal(number, _lasting(number, handler))
@@ -52,14 +52,14 @@ class _Ending:
     """The signal handler of one run."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.ended = False
         found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         self.before = {number: handler for number, handler in found.items() if handler is not None}
         """The previous handlers; a handler that was not set from Python stays."""
 
     def __call__(self, number: int, frame: object) -> None:
         for known, handler in self.before.items():
-            signal.signal(known, _lasting(known, handler, told=True))
+            signal.signal(known, _lasting(known, handler, asked=True))
         if _CHILD is not None and callable(telling := signal.getsignal(_CHILD)):
             self.before[_CHILD] = telling  # torch's raises in any line if the signal also ended loader workers
             signal.signal(_CHILD, lambda *_: None)
@@ -68,9 +68,9 @@ class _Ending:
             context.stop(f"It was interrupted by {signal.Signals(number).name}.")
 
 
-def _lasting(number: signal.Signals, handler: Any, *, told: bool = False) -> Any:
-    """``handler``; if it belongs to a run that is over, or was ``told`` to end, the one before it. Runs end in any order."""
-    while isinstance(handler, _Ending) and (told or handler.over):
+def _lasting(number: signal.Signals, handler: Any, *, asked: bool = False) -> Any:
+    """``handler``; if it belongs to a run that is over, or was ``asked`` to end, the one before it. Runs end in any order."""
+    while isinstance(handler, _Ending) and (asked or handler.ended):
         handler = handler.before[number]
     return handler
 

@@ -149,7 +149,7 @@ class Step:
         self.hooks = NONE
         self._closes = needs_closure(optimizer)
         self._known = len(self._parameters)
-        world.meet(optimizer)
+        world.attach_optimizer(optimizer)
         self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
         self._typical: float | None = None
         self.intact = True
@@ -289,14 +289,14 @@ class Step:
         clock, world, parameters = self.clock, self.world, self._parameters
         if len(parameters) != self._known:
             self._known = len(parameters)
-            world.meet(self.optimizer)
+            world.attach_optimizer(self.optimizer)
         discard(parameters)  # of other computations since, such as a callback that trains an adversary of the model
         if self._typical is None and world.size > 1:
-            self._typical = world.agreed(max(map(examples, batches)))
+            self._typical = world.average(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # the weight of a single loss makes no difference
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
-        count = world.most(len(batches)) if world.shared else len(batches)
+        count = world.maximum(len(batches)) if world.shared else len(batches)
         with world.together(update=True):
             before = self._kept_statistics() if self._statistics else None
             counted = len(batches) if world.counts else 0
@@ -330,7 +330,7 @@ class Step:
         """
         try:
             with self.precision():
-                return self.world.asked(functools.partial(self.objective, self.model, batch, weighed=weighed))
+                return self.world.forward(functools.partial(self.objective, self.model, batch, weighed=weighed))
         except RuntimeError as error:
             dtype = self.settings.precision.autocast
             if dtype is None or out_of_memory(error) or stopped(error) or not self._runs_in_float32(batch):

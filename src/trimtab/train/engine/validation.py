@@ -83,7 +83,7 @@ def validate(
             example.
     """
     objective, world = context.objective, step.world
-    answers, objective.untold = _Answers(context, world), None
+    answers, objective.count_doubt = _Answers(context, world), None
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     if is_seekable(batches):  # every validation sees the same batches, also after a resumption
@@ -105,16 +105,16 @@ def validate(
                 losses.append(loss)
                 weights.append(weight)
     finally:
-        world.rest()
+        world.free_gathered()
         step.clock.enter("other")
     if world.any(cut()):
         return None
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
     if len(losses) > 1:
-        context.note_once(objective.untold)
+        context.note_once(objective.count_doubt)
     context.note_once(figures.remark())
-    return {"loss": float(world.mean(losses, weights, summed=objective.summed)[0]), **figures.over(world)}
+    return {"loss": float(world.mean(losses, weights, summed=objective.summed)[0]), **figures.values(world)}
 
 
 class _Answers:
@@ -140,7 +140,7 @@ class _Answers:
             else:
                 self._gradients = bool(self._gradients)
                 return found
-            self.world.rest()
+            self.world.free_gathered()
             return self._asked(batch, True)
 
     def _asked(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
@@ -148,10 +148,10 @@ class _Answers:
         with torch.set_grad_enabled(gradients):
             ask = functools.partial(context.objective.answered, context.model, batch)
             if not context.metrics or context.objective.loss is None or not context.objective.calls_model:
-                loss, weight, outputs = self.world.looked(ask)
+                loss, weight, outputs = self.world.forward_alone(ask)
             else:
                 with _heard(context.model) as heard:
-                    loss, weight, _ = self.world.looked(ask)
+                    loss, weight, _ = self.world.forward_alone(ask)
                 outputs = _answers(heard, next(iter(context.metrics)))
         return loss.detach(), weight, map_tensors(outputs, torch.Tensor.detach) if gradients else outputs
 

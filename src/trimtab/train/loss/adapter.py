@@ -115,7 +115,7 @@ class LossAdapter:
         """True if the loss calls the model, so that its outputs are not known here."""
         self._weighs = False
         """True if the weight of the last loss was known, and not taken to be the number of examples."""
-        self.untold: str | None = None
+        self.count_doubt: str | None = None
         """Why the number of examples of a batch, which was taken for its weight, may be wrong."""
         self.doubted = False
         """True once :meth:`doubt` has looked at the weights."""
@@ -183,8 +183,8 @@ class LossAdapter:
         if self.loss is not None and not self.calls_model:
             weight = torch_losses.denominator(self.loss, targets)
         self._weighs = weight is not None
-        if weight is None and self.untold is None:
-            self.untold = untold(batch)
+        if weight is None and self.count_doubt is None:
+            self.count_doubt = count_doubt(batch)
         return loss, examples(batch) if weight is None else weight, outputs
 
     def driven(self, run: ManualRun, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
@@ -214,7 +214,7 @@ class LossAdapter:
         self.doubted = True
         if self.summed or self._weighs:
             return None
-        if (text := next(filter(None, map(untold, group)), None)) is not None:
+        if (text := next(filter(None, map(count_doubt, group)), None)) is not None:
             return text
         if any(map(_ignores, group)):
             return (
@@ -294,7 +294,7 @@ def examples(batch: Batch) -> int:
     return 1 if found is None else found
 
 
-def untold(batch: Batch) -> str | None:
+def count_doubt(batch: Batch) -> str | None:
     """A sentence if :func:`examples` may be wrong for ``batch``."""
     if (count := length(batch)) is None:
         return _UNTOLD

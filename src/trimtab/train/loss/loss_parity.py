@@ -56,8 +56,8 @@ class BaselineLosses:
     @classmethod
     def of(cls, losses: Sequence[float], shaken: Sequence[Sequence[float]]) -> BaselineLosses:
         """From the losses as written, and those of the runs ``shaken``, whose parameters were perturbed."""
-        apart = [max((_gap(other[i], loss) for other in shaken), default=0.0) for i, loss in enumerate(losses)]
-        reach = itertools.accumulate(apart, max)
+        gaps = [max((_gap(other[i], loss) for other in shaken), default=0.0) for i, loss in enumerate(losses)]
+        reach = itertools.accumulate(gaps, max)
         sizes = [abs(loss) if math.isfinite(loss) else 0.0 for loss in losses]
         return cls(
             losses=tuple(losses),
@@ -87,8 +87,8 @@ def parity(written: BaselineLosses, losses: Sequence[float], *, exact: bool, sti
         still: both runs had dropout and the like off.
     """
     pairs = list(zip(losses, written.losses, strict=True))
-    apart = [_gap(ours, theirs) for ours, theirs in pairs]
-    far = [i for i, (gap, allowed) in enumerate(zip(apart, written.tolerance, strict=True)) if gap > allowed]
+    gaps = [_gap(ours, theirs) for ours, theirs in pairs]
+    far = [i for i, (gap, allowed) in enumerate(zip(gaps, written.tolerance, strict=True)) if gap > allowed]
     broken = next((i for i, (ours, theirs) in enumerate(pairs) if math.isfinite(theirs) and not math.isfinite(ours)), None)
     reason = None
     if broken is not None:
@@ -155,8 +155,10 @@ def gradients_differ(
     want: Sequence[torch.Tensor | None], noisy: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]
 ) -> str | None:
     """Why the gradients ``got`` are not ``want`` up to rounding, in a sentence; ``noisy`` are from parameters with noise."""
-    apart, bound = gradient_distance(want, got), max(GRADIENT, MARGIN * gradient_distance(want, noisy))
-    return None if apart <= bound else f"Its gradient differs by {apart:.2g} of what it was, and {bound:.2g} is allowed."
+    difference, bound = gradient_distance(want, got), max(GRADIENT, MARGIN * gradient_distance(want, noisy))
+    return (
+        None if difference <= bound else f"Its gradient differs by {difference:.2g} of what it was, and {bound:.2g} is allowed."
+    )
 
 
 def increase(written: BaselineLosses, losses: Sequence[float], limit: float) -> Drop:
@@ -164,9 +166,9 @@ def increase(written: BaselineLosses, losses: Sequence[float], limit: float) -> 
 
     Both runs saw the same batches, so that the losses of an update are a pair.
     """
-    apart = [ours - theirs for ours, theirs in _finite(zip(late(losses), late(written.losses), strict=True))]
-    n, value = len(apart), statistics.fmean(apart)
-    half = t_quantile(0.975, n - 1) * statistics.stdev(apart) / math.sqrt(n)
+    differences = [ours - theirs for ours, theirs in _finite(zip(late(losses), late(written.losses), strict=True))]
+    n, value = len(differences), statistics.fmean(differences)
+    half = t_quantile(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
     decided = True if value + half <= limit else False if value - half > limit else None
     return Drop(value=value, low=value - half, upper=value + half, n=n, limit=limit, decided=decided, of="loss")
 

@@ -134,6 +134,6 @@ class ManualRun:
             return list(self.optimizers)
         found = [name for name, each in self.optimizers.items() if name == optimizer or each is optimizer]
         if not found:
-            said = repr(optimizer) if isinstance(optimizer, str) else of_type(optimizer)
-            raise WorkloadError(f"The run has no optimizer {said}. It has {', '.join(map(repr, self.optimizers))}.")
+            given = repr(optimizer) if isinstance(optimizer, str) else of_type(optimizer)
+            raise WorkloadError(f"The run has no optimizer {given}. It has {', '.join(map(repr, self.optimizers))}.")
         return found

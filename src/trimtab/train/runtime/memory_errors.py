@@ -29,7 +29,7 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-def said(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of the message of ``error``, without a full stop."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
@@ -69,13 +69,13 @@ class final:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and out_of_memory(error):
-            raise WorkloadError(self.sentence.format(words=said(error))) from error
+            raise WorkloadError(self.sentence.format(words=first_line(error))) from error
 
 
 def no_second_try(error: BaseException) -> WorkloadError:
     """The error of a process that ran out of memory while the others wait for it in a collective operation."""
     return WorkloadError(
-        f"This process ran out of memory ({said(error)}), and several processes cannot make this update again in smaller "
+        f"This process ran out of memory ({first_line(error)}), and several processes cannot make this update again in smaller "
         "parts, because the others wait for this one in the middle of it. Give smaller batches, or recompute activations with "
         "MemorySettings(activation_mb=...)."
     )

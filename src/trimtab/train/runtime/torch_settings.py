@@ -16,7 +16,7 @@ from trimtab.errors import UsageError
 from trimtab.hardware import system
 from trimtab.tensors.attention_kernels import KERNELS
 from trimtab.tensors.precision import products_of_float32
-from trimtab.train.runtime.memory_errors import said
+from trimtab.train.runtime.memory_errors import first_line
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def allocate(settings: Settings) -> None:
     except (RuntimeError, ValueError) as error:
         allocator._accelerator_setAllocatorSettings(before)
         raise UsageError(
-            f"Settings memory.cuda_allocator is {options!r}, which torch does not take: {said(error)}. Write it as for "
+            f"Settings memory.cuda_allocator is {options!r}, which torch does not take: {first_line(error)}. Write it as for "
             "PYTORCH_CUDA_ALLOC_CONF, such as 'expandable_segments:True'."
         ) from error
 

@@ -96,11 +96,11 @@ class World:
         """
         return NOTHING
 
-    def heard(self, error: BaseException) -> bool:
+    def known_to_all(self, error: BaseException) -> bool:
         """Whether all processes know of ``error``, so that collective operations are still possible."""
         return not stopped(error)
 
-    def rehearsed(self) -> contextlib.AbstractContextManager[object]:
+    def trial_updates(self) -> contextlib.AbstractContextManager[object]:
         """A block of trial updates, after which the state of the gradient exchange is restored."""
         return contextlib.nullcontext()
 
@@ -108,11 +108,11 @@ class World:
         """A block whose backward passes exchange gradients only if ``now``."""
         return NOTHING
 
-    def asked(self, ask: Callable[[], T]) -> T:
+    def forward(self, ask: Callable[[], T]) -> T:
         """Run the forward pass ``ask``, whose backward pass may exchange gradients."""
         return ask()
 
-    def looked(self, ask: Callable[[], T]) -> T:
+    def forward_alone(self, ask: Callable[[], T]) -> T:
         """Run the forward pass ``ask`` of the plain model, whose backward pass exchanges no gradients of replicas."""
         return ask()
 
@@ -154,13 +154,13 @@ class World:
             factor = factor.float()  # a factor of another dtype takes a kernel per gradient
         torch._foreach_mul_(list(grads), factor)
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Get the optimizer, and check that it supports sharded parameters if there are any."""
 
     def overflow(self, found: torch.Tensor) -> None:
         """Combine ``found``, nonzero if float16 gradients overflowed, in place over the processes with shards of the model."""
 
-    def agreed(self, value: float) -> float:
+    def average(self, value: float) -> float:
         """The mean of ``value`` over all processes."""
         return value
 
@@ -168,7 +168,7 @@ class World:
         """Whether ``truth`` is true in any process."""
         return truth
 
-    def most(self, count: int) -> int:
+    def maximum(self, count: int) -> int:
         """The maximum of ``count`` over all processes."""
         return count
 
@@ -180,14 +180,14 @@ class World:
         """``value`` of every process, in the order of ranks."""
         return [value]
 
-    def led(self, action: Callable[[], T]) -> T | None:
+    def on_first(self, action: Callable[[], T]) -> T | None:
         """Run ``action`` in the first process, while the others wait; they get ``None``."""
         return action()
 
-    def settle(self, buffers: Sequence[torch.Tensor]) -> None:
+    def average_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Set buffers that differ between processes, such as BatchNorm's statistics, to their mean."""
 
-    def rest(self) -> None:
+    def free_gathered(self) -> None:
         """Free what a sharded forward pass has gathered, if no backward pass follows."""
 
     def whole(self, state: Any) -> Any:

@@ -32,7 +32,7 @@ class Log:
         return {name: (float(total), count) for name, (total, count) in taken.items()}
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[Log]:
+    def separate(self) -> Iterator[Log]:
         """A block whose figures go into a log of their own, as those of a validation do."""
         kept, self._sums = self._sums, {}
         found = Log()

@@ -39,7 +39,7 @@ class Meter:
         self._all_times = array.array("d")
         self._like: dict[str, float | None] = {}
         """What the losses of the last report are like."""
-        self._apart = 0.0
+        self._paused_s = 0.0
         """Seconds since the last report that are not of updates."""
         self._loss: float | None = None
         self._norm = float("nan")
@@ -79,7 +79,7 @@ class Meter:
             losses = losses[applied]
         self._loss = float(losses.mean())
         self._like = of_updates(self._times, losses.tolist())
-        spent["other"], self._apart = max(spent["other"] - self._apart, 0.0), 0.0
+        spent["other"], self._paused_s = max(spent["other"] - self._paused_s, 0.0), 0.0
         both = self.context.world.gathered((Pace(self._examples, spent), self.context.log.take()))
         paces = [pace for pace, _ in both]
         made = sum(pace.examples for pace in paces)
@@ -115,7 +115,7 @@ class Meter:
         self._slow = rank
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """A block, such as a validation, whose time is not that of updates."""
         self.clock.enter("other")
         began = time.perf_counter()
@@ -124,7 +124,7 @@ class Meter:
         finally:
             seconds = time.perf_counter() - began
             self._since += seconds
-            self._apart += seconds
+            self._paused_s += seconds
             self._marked = None if self._marked is None else self._marked + seconds
 
     def summary(self, ended: str) -> Summary:

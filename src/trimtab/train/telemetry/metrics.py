@@ -91,7 +91,7 @@ class Figures:
             "update(outputs, targets) and compute(), as those of torchmetrics are."
         )
 
-    def over(self, world: World) -> dict[str, float]:
+    def values(self, world: World) -> dict[str, float]:
         """The value of each metric over all processes; a collective operation.
 
         Raises:

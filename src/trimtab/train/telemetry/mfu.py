@@ -17,7 +17,7 @@ from trimtab.train.data.peek import kept_random
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.memory import activation_checkpointing
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.memory_errors import said
+from trimtab.train.runtime.memory_errors import first_line
 
 FEW, SMALL = 2, 16
 """Operations are counted on this many examples, because BatchNorm takes no single one. Where activations are recomputed, a
@@ -46,7 +46,7 @@ def flops_share(context: RunContext, group: Sequence[Batch], examples_per_s: flo
         with user_code("Counting the operations failed"):  # any error: the run itself has succeeded
             total, uncounted = _counted(context, group)
     except TrimtabError as error:
-        return None, f"The share of the peak is not known. {said(error)}."
+        return None, f"The share of the peak is not known. {first_line(error)}."
     names = ", ".join(sorted(uncounted))
     remark = f"The share of the peak is a lower bound: {names} could not be counted." if uncounted else None
     return (total / count * examples_per_s / (peak * 1e9) if total else None), remark

@@ -49,7 +49,7 @@ class View:
         self.context, self.console = context, console
         self._last: Progressed | None = None
         self._first, self._since = context.position.update, time.monotonic()
-        self._said = 0.0
+        self._printed_at = 0.0
 
     def __call__(self, context: RunContext, event: Event) -> None:
         """Print ``event`` if it has a line of its own."""
@@ -57,8 +57,8 @@ class View:
             if self._last is None:  # the first window includes warm-up
                 self._first, self._since = event.update, time.monotonic()
             self._last = event
-            if not self.console.is_terminal and time.monotonic() - self._said >= LINE_S:
-                self._said = time.monotonic()
+            if not self.console.is_terminal and time.monotonic() - self._printed_at >= LINE_S:
+                self._printed_at = time.monotonic()
                 self.console.print(self.line(), soft_wrap=True)
         elif text := line_of(event):
             self.console.print(text, soft_wrap=True, markup=False)
@@ -101,8 +101,8 @@ class NotebookView(View):
             self._last = event
         elif text := line_of(event):
             self._lines.append(text)
-        if isinstance(event, Ended) or time.monotonic() - self._said >= 1 / REFRESHES:
-            self._said = time.monotonic()
+        if isinstance(event, Ended) or time.monotonic() - self._printed_at >= 1 / REFRESHES:
+            self._printed_at = time.monotonic()
             self._show()
 
     def _show(self) -> None:

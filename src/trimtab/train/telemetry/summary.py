@@ -78,8 +78,8 @@ class Summary:
             lines.append(f"The model has the parameters of the best validation, whose {self.restored} was {self.best:.4g}.")
         shown = [f"{phase} {self.shares[phase]:.0%}" for phase in PHASES if self.shares.get(phase, 0) >= 0.005]
         times = {"median": self.median_ms, "p95": self.p95_ms}
-        told = ", ".join(f"{name} {value:.3g} ms" for name, value in times.items() if value is not None)
-        lines.append("Time: " + ", ".join(shown) + (f"; an update: {told}" if told else "") if shown else "")
+        spread = ", ".join(f"{name} {value:.3g} ms" for name, value in times.items() if value is not None)
+        lines.append("Time: " + ", ".join(shown) + (f"; an update: {spread}" if spread else "") if shown else "")
         if self.peak_mb is not None:
             lines.append(f"Peak memory {self.peak_mb:,.0f} MB" + _share(self.flops_share))
         if self.skipped:

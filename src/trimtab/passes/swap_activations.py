@@ -1,0 +1,67 @@
+"""Replace smooth activation functions by ReLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn import functional
+
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Pass
+
+SMOOTH = (nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus)
+"""Modules that are replaced. Bounded ones, such as the sigmoid of a gate, do other work and stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapActivations(Pass):
+    """Put ReLU in the place of GELU, SiLU, Mish and other smooth activation functions.
+
+    Pays off where such a function is not fused and takes a noticeable share of a call, as in small convolutional networks with
+    SiLU, and before 8 bits, because ReLU fuses into the layer before it. It cannot pay where arithmetic of layers takes the
+    time. The result is another network, which answers wrong until ``recover`` has trained it: a recipe without it is refused,
+    and no search tries it unless asked for. Functions that the model calls itself, as ``functional.gelu``,
+    are not visible as modules and stay; those of ``nn.TransformerEncoderLayer`` are replaced.
+    Source: Mirzadeh et al. 2023, https://arxiv.org/abs/2310.04564
+    """
+
+    name = "swap_activations"
+    compresses = True
+    trained_only = True
+
+    @property
+    def exact(self) -> bool:
+        """Another function gives other outputs."""
+        return False
+
+    def describe(self) -> str:
+        """Names the function."""
+        return "ReLU instead of smooth activations"
+
+    def why_not(self, candidate: Candidate) -> str | None:
+        """Needs a smooth activation function."""
+        if not any(isinstance(module, SMOOTH) or _is_smooth(module) for module in candidate.model.modules()):
+            known = ", ".join(kind.__name__ for kind in SMOOTH)
+            return f"swap_activations needs a module that ReLU can replace ({known}), and the model has none."
+        return None
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """A copy of the model with ReLU instead of smooth activation functions."""
+        model = candidate.own_model()
+        if isinstance(model, SMOOTH):
+            model = nn.ReLU()
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, SMOOTH):
+                    setattr(module, name, nn.ReLU())
+            if _is_smooth(module):
+                module.activation, module.activation_relu_or_gelu = functional.relu, 1  # type: ignore[assignment]
+        model.eval()
+        return candidate.with_model(model)
+
+
+def _is_smooth(module: nn.Module) -> bool:
+    """Whether it is a layer of torch's own transformer with another activation function than ReLU."""
+    known = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+    return known and getattr(module, "activation", None) is functional.gelu
