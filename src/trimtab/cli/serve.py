@@ -77,12 +77,11 @@ def serve_command(
       trimtab serve runs/digits/artifact --write docker --out image
     """
     flags: dict[str, Any] = {
-        **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue},
-        **{"deadline": deadline, "max_body": max_body, "objective": objective, "p99": p99, "memory": memory},
+        **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue, "watch": watch},
+        **{"deadline": deadline, "max_body": max_body, "objective": objective, "p99": p99, "memory": memory, "device": device},
         **{"shadow": shadow, "shadow_from": shadow_from or None, "canary": canary, "canary_time": canary_time},
         **{"host": host, "port": port, "grpc_port": grpc_port, "no_grpc": no_grpc, "token_file": token_file},
         **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "log_requests": log_requests},
-        **{"watch": watch, "device": device},
     }
     options = late("serve.options").read_options(artifacts or [], flags, config)
     for package in PACKAGES:

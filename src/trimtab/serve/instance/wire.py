@@ -65,7 +65,7 @@ def frames(connection: socket.socket, shared: SharedMemory | None = None) -> Ite
     while True:
         size = PREFIX.size
         if end - start >= size:
-            length, rest = PREFIX.unpack_from(room, start)
+            length, rest = PREFIX.unpack_from(room.data, start)
             size += length + rest
         if end - start < size:
             if start + size > room.size:  # the rest goes behind what is there, at the start
