@@ -175,6 +175,6 @@ def _nothing(
     names = {"optimizer": "optimizer steps", "backward": "backward passes", "batch": "batches", "forward": "model calls"}
     told = ", ".join(f"{events[kind]} {name}" for kind, name in names.items())
     return UsageError(
-        f"no two steps of {command.name} were seen {when}, only {told}; give more time, or arguments with which the script "
-        f"makes more steps. Training in a thread other than the one that imports torch is not seen{shown}"
+        f"no two steps of {command.name} were seen {when}, only {told}; give more time with --budget, or arguments with which "
+        f"the script makes more steps. Training in a thread other than the one that imports torch is not seen{shown}"
     )

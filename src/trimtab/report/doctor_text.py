@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 
-from trimtab._internal.text import plain
+from trimtab._internal.text import listed, plain
 from trimtab.core.diagnosis import Diagnosis, standing
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
@@ -155,8 +155,7 @@ def _effects(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _some(items: tuple[str, ...]) -> str:
-    more = f" and {len(items) - WRITES} more" if len(items) > WRITES else ""
-    return ", ".join(words.clipped(item, 80) for item in items[:WRITES]) + more
+    return listed([words.clipped(item, 80) for item in items], WRITES)
 
 
 def _end(diagnosis: Diagnosis) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trimtab._internal.text import of_type
+from trimtab._internal.text import listed, of_type
 from trimtab._internal.validation import refuses
 from trimtab.core.settings import Settings
 from trimtab.core.workload import user_code
@@ -360,7 +360,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
     differing = list(now.keys() ^ state["model"].keys())
     differing += [n for n in now.keys() & state["model"].keys() if _reshaped(now[n], state["model"][n])]
     if differing:
-        shown = ", ".join(sorted(differing)[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+        shown = listed(sorted(differing))
         raise UsageError(
             f"The checkpoint in {folder} is of another model, a {state['kind']}: {shown} differ from this "
             f"{type(context.model).__qualname__}. Give the model that it was made with, or another folder."
