@@ -192,9 +192,9 @@ class Slow(nn.Module):
 
 def bound(server: Server, name: str, share: float) -> float:
     """The least upper bound of a histogram's buckets below which ``share`` of its values lie."""
-    lines = server.ask("GET", "/metrics")[1].decode().splitlines()
-    cells = [line.rpartition('le="')[2].split('"') for line in lines if line.startswith(f"trimtab_{name}_bucket")]
-    counts = {float(cell[0]): float(cell[1].split()[-1]) for cell in cells}
+    text = server.ask("GET", "/metrics")[1].decode()
+    found = re.findall(rf'^trimtab_{name}_bucket\{{le="([^"]+)".*\}} (\S+)$', text, re.MULTILINE)
+    counts = {float(most): float(count) for most, count in found}
     return min(most for most, count in counts.items() if count >= share * counts[math.inf] > 0)
 
 
