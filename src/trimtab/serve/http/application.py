@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hmac
 import importlib.metadata
-import logging
 import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -40,6 +39,7 @@ POLICY = (
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 )
 """Header of pages: they load nothing from elsewhere, and no other page frames them."""
+FAILED = "The server failed on this request; its log has the reason."
 SMALL = 1 << 20
 """Most bytes of a body that holds no tensors."""
 UNUSUAL = frozenset([b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"])
@@ -133,28 +133,32 @@ class Application:
         given = headers.get(REQUEST_ID)
         tag = (REQUEST_ID, request_id(None if given is None else given.decode("latin-1")).encode())
 
-        def refuse(error: Exception, deployment: Deployment | None) -> None:
-            if not isinstance(error, Refusal):
-                logging.getLogger("uvicorn.error").error("Exception in the server", exc_info=error)
-                error = Refusal(500, "The server failed on this request; its log has the reason.")
+        deployment: Deployment | None = None
+
+        def refuse(refusal: Refusal) -> None:
             if deployment is not None:
-                deployment.metrics.refused(error.status)
-            reply(_refused(error, tag))
+                deployment.metrics.refused(refusal.status)
+            reply(_refused(refusal, tag))
 
         def computed(answer: asyncio.Future[Answer]) -> None:
             try:
                 found = _answered(accepted, answer.result(), tag)
-            except Exception as error:  # noqa: BLE001 - a client waits for an answer
-                refuse(error, deployment)
+            except Refusal as refusal:
+                refuse(refusal)
+            except Exception:
+                refuse(Refusal(500, FAILED))
+                raise  # to the event loop, which logs it
             else:
                 reply(found)
 
-        deployment: Deployment | None = None
         try:
             model, deployment = self._taking(inference.words)
             accepted = self._accept(model, deployment, headers.get(LENGTH), body)
-        except Exception as error:  # noqa: BLE001 - a client waits for an answer
-            refuse(error, deployment)
+        except Refusal as refusal:
+            refuse(refusal)
+        except Exception:
+            refuse(Refusal(500, FAILED))
+            raise
         else:
             accepted.answer.add_done_callback(computed)
 

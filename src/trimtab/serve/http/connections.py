@@ -82,7 +82,9 @@ class Exchange(RequestResponseCycle):
         """The body has arrived."""
         self.more_body = False
         chunks = self._chunks
-        self._application.infer(self._inference, chunks[0] if len(chunks) == 1 else b"".join(chunks), self.reply)
+        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        # outside of the parser's call, which would take an error for one of the client
+        self._connection.loop.call_soon(self._application.infer, self._inference, body, self.reply)
 
     def reply(self, reply: Reply) -> None:
         """Write the answer, if the client is still there."""
