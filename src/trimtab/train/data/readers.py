@@ -253,10 +253,10 @@ class _reading(user_code):
         super().__init__("")
         self.places, self.found = places, found
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.what = f"The dataset raised on example {self.places[len(self.found)]}"
-        super().__exit__(kind, error, trace)
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes."""
+        self.what = f"The dataset raised on example {self.places[len(self.found)]}"
+        super().explain(error)
 
 
 def _columns(dataset: Any, collate: Collate) -> Columns | None:
