@@ -237,7 +237,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
         spans = [row["speedup"] for row in quiet if row["status"] == "improved" and row["speedup"]]
         widest = max(((each["high"] - each["low"]) / each["value"] for each in spans), default=0.0)
         yield len(spans) == len(quiet), f"D  demo, quiet: a figure in {len(spans)} of {len(quiet)} headlines; all wanted"
-        yield widest <= WIDTH, f"D  demo, quiet: widest interval {widest:.0%}; at most {WIDTH:.0%} wanted"
+        yield bool(spans) and widest <= WIDTH, f"D  demo, quiet: widest interval {widest:.0%}; at most {WIDTH:.0%} wanted"
     if busy := [row for row in demos if row["neighbours"]]:
         won = sum(row["status"] == "improved" for row in busy)
         yield in_time("D  demo, 2 neighbours", busy)
