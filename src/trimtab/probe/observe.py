@@ -158,7 +158,8 @@ def _nothing(
     if failed:
         return WorkloadError(f"the probe failed within {command.name}: {failed[0]['error']}{shown}")
     if code not in (None, 0, -signal.SIGKILL):
-        return WorkloadError(f"{command.name} ended with exit code {code} before a step was seen{shown}")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return WorkloadError(f"{command.name} {how} before a step was seen{shown}")
     seen = _read(process.out, "seen-*.json")
     late = code in (None, -signal.SIGKILL) or any(not found["finished"] for found in seen)
     when = f"within {seconds:g} s" if late else "before it ended"

@@ -128,9 +128,11 @@ def _declined(diagnosis: Diagnosis) -> Iterator[str]:
     lost = [finding for finding in diagnosis.findings if standing(finding) in ("no gain", "other losses")]
     if lost:
         yield "declined, because they are not surely faster here, or change the losses"
+    rows = list[str]()
     for finding in lost:
         other = ": the losses differ, so it is another training" if standing(finding) == "other losses" else ""
-        yield _row(finding.gain, f"{said.remedy(finding)}{other}")
+        rows.append(_row(finding.gain, f"{said.remedy(finding)}{other}"))
+    yield from dict.fromkeys(rows)
 
 
 def _open(diagnosis: Diagnosis) -> Iterator[str]:
