@@ -67,6 +67,7 @@ def workload():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monkeypatch) -> None:
     (tmp_path / "halves.py").write_text(WORKLOAD)
     monkeypatch.chdir(tmp_path)
@@ -138,6 +139,7 @@ def in_training(out: pathlib.Path, act: Callable[[subprocess.Popen[str]], None])
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounting a small tmpfs needs root on Linux")
 def test_ctrl_c_and_a_full_disk_in_a_training_lose_nothing(tmp_path, monkeypatch) -> None:
     (tmp_path / "halves.py").write_text(WORKLOAD.replace("32", "96").replace("512, 2", "1536, 2"))
@@ -220,6 +222,7 @@ def workload():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("loudness", "compress"), [(1000, "off"), (150, "quantize")])
 def test_eight_bits_that_collapse_are_rescued_and_ship(tmp_path, monkeypatch, loudness: int, compress: str) -> None:
     pytest.importorskip("sklearn")
