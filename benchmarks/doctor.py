@@ -3,7 +3,7 @@
     python benchmarks/doctor.py                                    # all of examples/scripts; half an hour on two quiet cores
     python benchmarks/doctor.py --each 4m --rounds 4               # narrower intervals
     python benchmarks/doctor.py --only gpt_chars,ring_gan --json doctor.jsonl
-    python benchmarks/doctor.py --json doctor.jsonl                # goes on with the scripts that the file lacks
+    python benchmarks/doctor.py --json doctor.jsonl                # goes on with what the file lacks, or has as failed
     python benchmarks/doctor.py --json doctor.jsonl --only ""      # measures nothing, prints the table and the targets
 
 ``examples/scripts/causes.toml`` says what was planted in each script; ``by_hand/NAME.diff`` removes it. Per script ``trimtab
@@ -305,7 +305,7 @@ def measure(script: Script, asked: argparse.Namespace, scratch: pathlib.Path) ->
         if ratios:
             row.tuned, row.drift = ratios[0], drift(written.printed, rivals[0].printed)
     except RunError as error:
-        row.problems.append(str(error))
+        row.problems.append(" ".join(str(error).split()))
     row.foreign, row.seconds = foreign(before, host.snapshot()), round(time.monotonic() - begun, 1)
     return row
 
@@ -387,7 +387,7 @@ def main() -> int:
     if unknown := set(names) - set(scripts):
         sys.exit(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
     rows = known(asked.json)
-    done = {row.script.name for row in rows} if asked.only is None else set()
+    done = {row.script.name for row in rows if not row.problems} if asked.only is None else set()
     here = f"{environment.cpu}, {environment.usable_cores} CPUs, {environment.os}"
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
     print(f"{here}; {others()}; load {os.getloadavg()[0]:.1f}\n{versions}")

@@ -3,6 +3,7 @@
     python benchmarks/trust.py            # 200 comparisons of a model with itself, 20 replays: about three hours
     python benchmarks/trust.py --quick    # 20 comparisons, 5 replays: about 25 minutes
     python benchmarks/trust.py --parts C  # the replays alone
+    python benchmarks/trust.py --parts A --neighbours 2 --pairs 20  # beside two processes that use all cores
 
 Part A compares a model with itself, over and over: how often does it say "faster"? By its interval it may in 2.5% of all cases;
 more than 5% is a failure. Two processes that hold the same model differ for as long as they live, by how their memory happens
@@ -40,6 +41,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per side: torch read
 
 import numpy as np
 import torch
+from practical import Neighbours
 from torch import nn
 
 import trimtab
@@ -75,6 +77,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a tenth of the comparisons")
     parser.add_argument("--parts", default="ABC", metavar="LETTERS", help="the parts to run (default: ABC)")
     parser.add_argument("--pairs", type=int, help="comparisons of part A (default 200, quick 20)")
+    parser.add_argument("--neighbours", type=int, default=0, help="busy processes beside part A (default 0)")
     parser.add_argument("--seconds", type=float, default=4.0, help="time of one comparison (default 4)")
     parser.add_argument("--replay", metavar="WORKLOAD", default=str(DIGITS), help="workload of part C (default: the digits)")
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
@@ -87,7 +90,7 @@ def main() -> int:
     count = options.pairs or (20 if options.quick else 200)
     print(f"conditions: {conditions()}", flush=True)
     parts: dict[str, Callable[[], Part]] = {
-        "A: the same model in two processes": lambda: same(count, options.seconds),
+        "A: the same model in two processes": lambda: beside(options.neighbours, count, options.seconds),
         "B: seeded drops": lambda: drops(60 if options.quick else 400),
         "C: a reported speed-up, replayed": lambda: replay(options.replay, 5 if options.quick else 20),
     }
@@ -147,6 +150,12 @@ def servers() -> Iterator[tuple[RemoteRunner, RemoteRunner]]:
             for process in processes:
                 process.kill()
                 process.wait()
+
+
+def beside(neighbours: int, count: int, seconds: float) -> Part:
+    """Part A, beside a number of busy processes."""
+    with Neighbours(neighbours):
+        return same(count, seconds)
 
 
 def same(count: int, seconds: float) -> Part:

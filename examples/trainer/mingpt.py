@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import trimtab
-from trimtab.train import Loader
-from trimtab.train.optim.schedules import cosine
+from trimtab.train import Loader, cosine
 
 LENGTH, WIDTH, BYTES = 32, 64, 128
 

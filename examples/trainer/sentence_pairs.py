@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from material import gensim_file
+from material import word_pairs
 from torch import nn
 from torch.nn import functional
 
@@ -28,14 +28,9 @@ class Encoder(nn.Module):
 
 def loader() -> Loader:
     """Pairs of words and their likeness, in 0..1, with padding to the longest of a batch."""
-    rows = [line.split("\t") for line in gensim_file("wordsim353.tsv").splitlines() if not line.startswith("#")]
     found = [
-        {
-            "first": torch.tensor(list(one.lower().encode())),
-            "second": torch.tensor(list(other.lower().encode())),
-            "alike": alike,
-        }
-        for one, other, alike in ((one, other, float(mean) / 10) for one, other, mean in (row[:3] for row in rows))
+        {"first": torch.tensor(list(one.encode())), "second": torch.tensor(list(other.encode())), "alike": alike}
+        for one, other, alike in word_pairs()
     ]
     return Loader(found, batch=32)
 

@@ -73,6 +73,14 @@ def by_hand(updates: int) -> nn.Module:
     return model
 
 
+def workload() -> trimtab.Workload:
+    """For trimtab.tune, which finds how the two batches of an update are best computed."""
+    training = trimtab.Training(
+        data=loader, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3), loss=loss, settings=trainer().settings
+    )
+    return trimtab.Workload(name="train-unet", mode="train", model=UNet, training=training)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     print(trainer().fit(loader(), epochs=5))

@@ -27,6 +27,7 @@ from _places import TESTS
 from _studies import comparison
 from trimtab._internal.serialization import dumps, to_json
 from trimtab.artifact import manifest as _manifest
+from trimtab.artifact import verified
 from trimtab.artifact.artifact import Artifact, Golden, Verification, load, open_artifact, verify, write_artifact
 from trimtab.artifact.templates import readme, run_script
 from trimtab.backends.eager import Eager
@@ -160,7 +161,7 @@ def test_an_artifact_loads_verifies_and_runs_without_trimtab(name: str, tmp_path
     ran = run_alone(artifact, hidden)
     assert ran.returncode == 0, ran.stderr
     assert "largest error" in ran.stdout
-    assert len((artifact.path / "run.py").read_text().splitlines()) < 34
+    assert len((artifact.path / "run.py").read_text().splitlines()) < 42
 
 
 def test_run_py_fails_on_wrong_weights(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -190,10 +191,12 @@ def test_the_call_in_the_readme_runs_without_trimtab(pristine: Artifact) -> None
     found = re.search(r"```python\n(import runpy.*?)```", (pristine.path / "README.md").read_text(), re.DOTALL)
     assert found is not None
     before = "import sys, torch\nsys.modules['trimtab'] = None\nimages = torch.ones(2, 1, 8, 8)"
-    script = f"{before}\n{found[1]}\nprint(outputs[0].sum().item())"
+    script = f"{before}\n{found[1]}\nprint(logits.sum().item(), class_.dtype)"
     ran = subprocess.run([sys.executable, "-c", script], cwd=pristine.path, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout) == pytest.approx(pristine.load().run([torch.ones(2, 1, 8, 8)])[0].sum().item(), abs=1e-4)
+    total, dtype = ran.stdout.split()
+    assert float(total) == pytest.approx(pristine.load().run([torch.ones(2, 1, 8, 8)])[0].sum().item(), abs=1e-4)
+    assert dtype == "torch.int64"
 
 
 def test_no_file_holds_a_pickle_or_a_path_of_this_machine(pristine: Artifact) -> None:
@@ -638,6 +641,26 @@ def test_a_vague_speed_up_is_quoted_by_its_lower_bound(pristine: Artifact) -> No
     assert "; when it was written, at least 41.31x the model as written\n" in said
 
 
+def test_what_a_quiet_machine_measures_stands_beside_the_artifact(folder: pathlib.Path) -> None:
+    artifact, quiet = open_artifact(folder), comparison(2.0)
+    assert verified.why_not_recorded(quiet) is None
+    busy = verified.why_not_recorded(dataclasses.replace(quiet, foreign=0.85))
+    assert busy == "Other processes used 85% of the CPUs meanwhile. Verify again when the machine is quiet."
+    wide = dataclasses.replace(quiet, ratio=Interval(6.0, 2.0, 150.0))
+    assert "between 2.00 and 150.00, which is no figure" in str(verified.why_not_recorded(wide))
+    file = verified.record(folder, artifact.manifest, quiet)
+    assert file == folder.with_name("artifact.verified.json")
+    artifact.check()
+    found = verified.recorded(folder)
+    assert found is not None
+    assert found.speed == quiet
+    assert str(found).startswith("2.00x (")
+    reseal(folder, lambda data: data.update(notes=["another artifact"]))
+    assert verified.recorded(folder) is None
+    file.write_text("{")
+    assert verified.recorded(folder) is None
+
+
 class Pipeline(nn.Module):
     """Has an artifact where the encoder stood."""
 
@@ -653,6 +676,7 @@ def test_what_is_loaded_says_in_one_line_what_it_is(pristine: Artifact) -> None:
     takes = "images: float32[batch, 1, 8, 8]"
     assert repr(pristine) == f"Artifact('{pristine.path}', digits: {takes})"
     assert repr(load(pristine.path)) == f"FlatExecutable({takes})"
+    assert f"digits: eager. Takes {takes}.</p><p>2.00x (1.90 to 2.10) the model as written" in pristine._repr_html_()
 
 
 def test_an_artifact_is_a_module_where_the_model_stood(pristine: Artifact, tmp_path: pathlib.Path) -> None:

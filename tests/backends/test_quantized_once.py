@@ -84,6 +84,25 @@ def test_weights_of_eight_bits_are_multiplied_exactly_on_a_cpu_without_vnni(buil
     assert asks_for_exact_sums(inspect.getclosurevars(alone).nonlocals["session"]) is asked
 
 
+@pytest.mark.parametrize(
+    ("more", "largest", "kinds"),
+    [({}, 64, "QuantizeLinear"), ({"full_range": True}, 127, "QuantizeLinear"), ({"form": "qoperator"}, 64, "QGemm")],
+)
+def test_forms_of_static_int8_on_a_cpu_without_vnni(more, largest, kinds, tmp_path, monkeypatch):
+    onnx = pytest.importorskip("onnx")
+    monkeypatch.setattr(environment, "has_vnni", lambda: False)
+    backend, one = BACKENDS["onnxruntime"](precision="int8_static", **more), candidate(None)
+    executable = backend.compile(one)
+    truth = model()(*one.args).detach()
+    assert (executable(*one.args) - truth).abs().max() < 0.1 * truth.abs().max()
+    executable.save(tmp_path)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    weights = [onnx.numpy_helper.to_array(tensor).astype(int) for tensor in graph.initializer if tensor.data_type == 3]
+    assert max(abs(values).max() for values in weights if values.ndim == 2) == largest
+    assert any(node.op_type.startswith(kinds) for node in graph.node)
+    assert not asks_for_exact_sums(backend.load(tmp_path, executable.signature, executable.settings)._session)
+
+
 @pytest.mark.parametrize(("vnni", "largest"), [(True, 127), (False, 64)])
 def test_openvino_has_weights_of_seven_bits_where_sums_clip(vnni, largest, monkeypatch):
     pytest.importorskip("nncf")

@@ -73,7 +73,7 @@ def test_wrong_words_are_refused(folder: pathlib.Path) -> None:
 
 def examined(folder: pathlib.Path, *words: str) -> Any:
     """The JSON that ``trimtab doctor`` prints."""
-    command = [sys.executable, "-m", "trimtab", "doctor", "--json", "--budget", "60s", *words]
+    command = [sys.executable, "-m", "trimtab", "doctor", "--json", "--budget", "150s", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -446,17 +446,32 @@ def test_every_exception_of_the_runtime_is_known(raised: str) -> None:
     assert issubclass(getattr(state, raised), runtime_errors())
 
 
-def test_several_outputs_keep_their_names(tmp_path) -> None:
-    """In the model's output, in the signature, and where an evaluation names an output. A single output is a tensor."""
+def named_outputs(path: pathlib.Path, *names: str) -> pathlib.Path:
     weight = numpy_helper.from_array(np.ones((4, 3), dtype=np.float32), "w")
     items = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in ("scores", "boxes.0")]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 3]) for name in names]
     nodes = [helper.make_node("MatMul", ["x", "w"], ["scores"]), helper.make_node("Relu", ["scores"], ["boxes.0"])]
-    path = tmp_path / "named.onnx"
     graph = helper.make_graph(nodes, "g", items, outputs, [weight])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    workload = load_workload(path)
-    assert [spec.name for spec in prepare(workload).candidate.signature.outputs] == ["output.scores", "output.boxes.0"]
+    return path
+
+
+def test_outputs_keep_their_names(tmp_path) -> None:
+    """In the signature, in the file that ships, where an evaluation names one, and several in the model's output too."""
+    one = prepare(load_workload(named_outputs(tmp_path / "one.onnx", "scores"))).candidate
+    assert one.signature.output_names == ["scores"]
+    assert isinstance(one.model(torch.ones(1, 4)), torch.Tensor)
+    workload = load_workload(named_outputs(tmp_path / "named.onnx", "scores", "boxes.0"))
+    several = prepare(workload).candidate
+    assert [spec.name for spec in several.signature.outputs] == ["output.scores", "output.boxes.0"]
+    for candidate, wanted in ((one, ["scores"]), (several, ["scores", "boxes_0"])):
+        executable = BACKENDS["onnxruntime"]().compile(candidate)
+        executable.save(tmp_path)
+        executable.close()
+        assert [item.name for item in onnx.load(tmp_path / "model.onnx").graph.output] == wanted
+        executable = BACKENDS["openvino"]().compile(candidate)
+        assert [port.any_name for port in executable._model.outputs] == wanted
+        executable.close()
     rows = torch.randn(24, 4)
     data = [(row[None], torch.zeros(1)) for row in rows]
     judged = Evaluation(data=data, score=lambda output, target: output["scores"][:, 0] > target, outputs=("scores",))

@@ -159,6 +159,10 @@ def test_losses_are_judged_by_what_rounding_explains() -> None:
 def test_a_failure_is_told_in_a_sentence() -> None:
     log = 'Traceback (most recent call last):\n  File "/a/train.py", line 7, in <module>\n    f()\nRuntimeError: no primitive\n'
     assert failure(log, 1) == "RuntimeError: no primitive (train.py:7)."
+    crash = (
+        'Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File "/a/train.py", line 9 in f\n'
+    )
+    assert failure(crash + "Extension modules: numpy (total: 1)", -11) == "Fatal Python error: Segmentation fault (train.py:9)."
     assert failure("epoch 3\n", -9) == "The script ended with killed by signal 9: epoch 3"
 
 

@@ -30,6 +30,7 @@ from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Limits
 from trimtab.errors import StorageError, UsageError
 from trimtab.evaluation.evaluate import per_second
+from trimtab.hardware import environment
 from trimtab.passes.threads import Threads
 from trimtab.study import ranking
 from trimtab.study.final_selection import ahead, pays
@@ -95,6 +96,23 @@ def test_eight_bits_come_first_and_calibrated_where_the_model_convolves(convolve
     lossy = [trial.recipe.backend for trial in trials if trial.stage == "precision"]
     order = ["int8_static", "bf16", "int8_weights"] if convolves else ["int8_weights", "int8_static", "bf16"]
     assert [getattr(backend, "precision", None) for backend in lossy[:3]] == order
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+def test_without_vnni_other_forms_of_static_int8_are_tried_where_it_is_close(vnni: bool, monkeypatch) -> None:
+    monkeypatch.setattr(environment, "has_vnni", lambda: vnni)
+
+    def outcome(recipe: Recipe) -> Trial:
+        close = {("onnxruntime", "f32"): 3.1, ("onnxruntime", "int8_static"): 2.9}
+        key = recipe.backend.name, getattr(recipe.backend, "precision", "")
+        return complete(recipe, close.get(key, 0.5 if recipe.backend.quantizes else 1.0))
+
+    found = [
+        str(t.recipe) for t in walk(outcome) if t.stage == "precision" and "onnxruntime(precision=int8_static" in str(t.recipe)
+    ]
+    forms = ["form=qoperator", "full_range=True", "ranges=percentile", "ranges=entropy"]
+    more = [f"onnxruntime(precision=int8_static, {form})" for form in forms]
+    assert found == ["onnxruntime(precision=int8_static)", *(more if not vnni else [])]
 
 
 def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:

@@ -612,6 +612,8 @@ def test_shorter_runs_and_predictions(tmp_path: pathlib.Path) -> None:
     with torch.no_grad():
         assert torch.equal(outputs, torch.cat([made.model(x) for x, _ in data]))
     assert [each.shape for each in made.predict([x for x, _ in data], limit=2, joined=False)] == [(16, 3), (16, 3)]
+    halved = trainer(settings=Settings(precision=PrecisionSettings(autocast="bfloat16")))
+    assert halved.predict(data).dtype == torch.float32
     tried = trainer(checkpoint=tmp_path / "none")
     tried.fit(data, data, steps=100, fast_dev_run=True)
     assert tried.position.update == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from trimtab._internal.text import error_text
+from trimtab._internal.text import error_text, listed
 
 MOST_TENSORS = 6
 """Most tensors that a message describes."""
@@ -26,8 +26,7 @@ def described(values: Mapping[str, Any]) -> str:
     """``outputs float32[51, 5], targets int64[51]``: the tensors and arrays in ``values``, with the path of nested ones; empty
     without any."""
     found = [text for name, value in values.items() for text in _within(name, value)]
-    more = f" and {len(found) - MOST_TENSORS} more" if len(found) > MOST_TENSORS else ""
-    return ", ".join(found[:MOST_TENSORS]) + more
+    return listed(found, MOST_TENSORS)
 
 
 def of_call(error: BaseException, is_own: Callable[[str], bool]) -> str:

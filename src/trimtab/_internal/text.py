@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trimtab.errors import IntegrityError, UsageError
 
@@ -36,6 +36,11 @@ def counted(number: int, noun: str) -> str:
     stem = noun[:-2] if noun.endswith("is") else noun
     plural = f"{stem}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def listed(items: Sequence[object], most: int = 3) -> str:
+    """``a, b, c``, or ``a, b, c and 2 more`` where there are more than ``most``."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def of_type(value: object) -> str:

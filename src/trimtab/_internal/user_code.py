@@ -64,6 +64,11 @@ class user_code:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes; return if that is itself. For ``try``, where ``with`` would call too much too often."""
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
             message = f"{self.what}: {_words(error, self._tensors(error))}"
             raise WorkloadError(message if self.fix is None else with_fix(message, self.fix)) from error

@@ -9,7 +9,7 @@ import pathlib
 from trimtab._internal.units import positive
 from trimtab._internal.validation import checked_call
 from trimtab.api.compare import in_turns
-from trimtab.artifact import artifact
+from trimtab.artifact import artifact, verified
 from trimtab.artifact.artifact import Verification
 from trimtab.errors import ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError
 from trimtab.evaluation.evaluate import Objective
@@ -23,7 +23,8 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
         path: the folder of the artifact.
         trust: allow machine code from the artifact.
         speed: also time the model and the original in turns, each in a process of its own: single calls, or concurrent requests
-            if the objective was throughput.
+            if the objective was throughput. A speed that was measured on a quiet machine is written into a file beside the
+            artifact, such as ``runs/net/artifact.verified.json``, and shown in the report.
         seconds: longest timing.
 
     Raises:
@@ -46,4 +47,11 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
         here, _ = in_turns(jobs, objective=objective, seconds=seconds, width=0.02)
     except (ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError) as error:
         return dataclasses.replace(found, speed_reason=f"It could not be compared here: {error}")
-    return dataclasses.replace(found, speed=here, speed_reason=None)
+    found = dataclasses.replace(found, speed=here, speed_reason=None)
+    if (reason := verified.why_not_recorded(here)) is not None:
+        return dataclasses.replace(found, record_reason=reason)
+    try:
+        return dataclasses.replace(found, record=str(verified.record(pathlib.Path(path), manifest, here)))
+    except OSError as error:
+        why = f"{verified.beside(pathlib.Path(path))} cannot be written: {error.strerror or error}."
+        return dataclasses.replace(found, record_reason=why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import os
 import pathlib
 import platform
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from trimtab._internal.files import path_of
+from trimtab._internal.serialization import from_json
 from trimtab._internal.text import with_fix, with_remedy
 from trimtab.artifact.manifest import (
     BASELINE,
@@ -34,7 +36,7 @@ from trimtab.artifact.test_vectors import Case, Golden
 from trimtab.artifact.trainable import TrainableModule, trainable
 from trimtab.artifact.writer import fill
 from trimtab.core.backend import BACKENDS, Backend, Executable
-from trimtab.core.measurement import Comparison
+from trimtab.core.measurement import Comparison, Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
@@ -68,6 +70,13 @@ class Artifact:
 
     def __repr__(self) -> str:
         return f"Artifact({str(self.path)!r}, {self.manifest.workload}: {self.manifest.signature.describe()})"
+
+    def _repr_html_(self) -> str:
+        """The recipe, the signature, the speed-up, and a link to the folder, for notebooks."""
+        manifest, claim = self.manifest, self.manifest.evidence.get("speedup")
+        faster = "" if claim is None else f"<p>{from_json(Interval, claim).times()} the model as written</p>"
+        words = html.escape(f"{manifest.workload}: {manifest.recipe_text}. Takes {manifest.signature.describe()}.")
+        return f'<p>{words}</p>{faster}<p><a href="{html.escape(str(self.path))}">{html.escape(str(self.path))}</a></p>'
 
     @with_remedy(COPY)
     def check(self) -> None:
@@ -162,6 +171,10 @@ class Verification:
     """The speed-up over the baseline that was measured when the artifact was made."""
     baseline_speedup: Any = None
     """The same for the original model in the artifact (an exported program), over the baseline."""
+    record: str | None = None
+    """The file beside the artifact into which the speed was written."""
+    record_reason: str | None = None
+    """Why a measured speed was not written into one."""
 
 
 def write_artifact(

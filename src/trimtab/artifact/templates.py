@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimtab._internal.serialization import from_json
@@ -11,13 +13,19 @@ from trimtab._internal.text import counted
 from trimtab.artifact.manifest import CLAIMS, GOLDEN, LABELS, FileFacts, Manifest
 from trimtab.core.backend import Backend
 from trimtab.core.measurement import Interval
+from trimtab.core.signature import TensorSpec
 from trimtab.hardware.system import KEEP_MEMORY
 
-_RUN = '''"""{title}. Needs {packages}. `python run.py` checks the test vectors."""
+_RUN = '''"""{title}. Needs {packages}.
+
+In this folder, with {kind} in the order of README.md:
+    {call}
+`python run.py` checks the test vectors.
+"""
 import {modules}numpy, pathlib, sys
 from safetensors.{tensors} import load_file
 {memory}{script}
-if __name__ == "__main__":
+def check():  # whether the outputs for the test vectors are those of the original, within what is allowed
     here, found = pathlib.Path(__file__).resolve().parent, []
     run, golden = load(str(here / "model"), {threads}), load_file(here / "{golden}")
     for case in range({cases}):
@@ -26,7 +34,9 @@ if __name__ == "__main__":
             off = abs(a - b) * (s / numpy.maximum(abs(b), s)) if s else (a != b) / max(b.size, 1)  # or the share that differs
             found.append((float(numpy.where(a == b, 0, off).max(initial=0) if s else off.sum()), most))
     print("largest error %.3g, allowed %.3g" % max(found, key=lambda pair: pair[0] - pair[1]))
-    sys.exit(not all(error <= allowed for error, allowed in found))
+    return all(error <= allowed for error, allowed in found)
+if __name__ == "__main__":
+    sys.exit(not check())
 '''
 
 
@@ -56,6 +66,8 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
     title = " ".join(f"{manifest.workload}: {manifest.recipe_text}".split())[:60].replace("\\", "/").replace('"', "'")
     return _RUN.format(
         title=title,
+        kind=_kind(manifest),
+        call="\n    ".join(_call("load", manifest)),
         packages=packages,
         script=backend.script().strip("\n") + writes,
         tensors="torch" if in_torch else "numpy",
@@ -83,7 +95,7 @@ def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
         _list([f"`{spec}`" for spec in manifest.signature.inputs]),
         _writes(manifest),
         "gives",
-        _list([f"`{spec}`" for spec in manifest.signature.outputs]),
+        _list([f"`{dataclasses.replace(spec, name=name)}`" for spec, name in _outputs(manifest)]),
         _dims(manifest),
         "## Evidence",
         _list(_figures(manifest)) or "Nothing was measured.",
@@ -96,16 +108,39 @@ def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _outputs(manifest: Manifest) -> Iterator[tuple[TensorSpec, str]]:
+    return zip(manifest.signature.outputs, manifest.signature.output_names, strict=True)
+
+
+def _kind(manifest: Manifest) -> str:
+    return "torch tensors" if "torch" in manifest.packages else "numpy arrays"
+
+
+def _call(load: str, manifest: Manifest) -> tuple[str, str]:
+    """The two lines that load the model without trimtab and call it."""
+    given, found = (
+        ", ".join(map(_word, names))
+        for names in ([spec.name for spec in manifest.signature.inputs], manifest.signature.output_names)
+    )
+    found = f"[{found}]" if len(manifest.signature.outputs) == 1 else found
+    return f'call = {load}("model", {manifest.settings.threads})', f"{found} = call([{given}])"
+
+
+def _word(name: str) -> str:
+    """``name`` as a name of Python."""
+    word = re.sub(r"\W", "_", name)
+    word = word if word.isidentifier() else f"_{word}"
+    return f"{word}_" if keyword.iskeyword(word) else word
+
+
 def _how(manifest: Manifest) -> list[str]:
     trust = ", trust=True" if manifest.native_code else ""
     packages = " ".join(dict.fromkeys((*manifest.packages, "numpy", "safetensors")))
-    names = ", ".join(re.sub(r"\W", "_", spec.name) for spec in manifest.signature.inputs)
-    kind = "torch tensors" if "torch" in manifest.packages else "numpy arrays"
     # not imported: that would write a file into this folder, whose files are listed
-    call = f'call = runpy.run_path("run.py")["load"]("model", {manifest.settings.threads})\noutputs = call([{names}])'
+    call = "\n".join(_call('runpy.run_path("run.py")["load"]', manifest))
     parts = [
         "## Run it",
-        f"Without trimtab, in this folder (needs `{packages}`). Inputs and outputs are {kind}, in the order below:",
+        f"Without trimtab, in this folder (needs `{packages}`). Inputs and outputs are {_kind(manifest)}, in the order below:",
         f"```python\nimport runpy\n\n{call}\n```",
         "`python run.py` checks the test vectors. With trimtab:",
     ]
@@ -135,10 +170,10 @@ def _figures(manifest: Manifest) -> list[str]:
         if (text := _figure(value, claim=ratio.quoted() if ratio is not None and ratio.vague else None)) is not None:
             lines.append(f"{LABELS.get(name, name)}: {text}")
     errors, allowed = manifest.golden.measured, manifest.golden.tolerance
-    for spec, error, most in zip(manifest.signature.outputs, errors, allowed, strict=True):
+    for name, error, most in zip(manifest.signature.output_names, errors, allowed, strict=True):
         if error is not None:
             lines.append(
-                f"`{spec.name}`: off by at most {error:.3g} on {counted(manifest.golden.cases, 'test vector')}; {most:.3g} "
+                f"`{name}`: off by at most {error:.3g} on {counted(manifest.golden.cases, 'test vector')}; {most:.3g} "
                 "is allowed"
             )
     return lines
@@ -165,6 +200,11 @@ def _conditions(manifest: Manifest) -> list[str]:
     lines += [str(gpu) for gpu in here.gpus]
     lines += [f"{name} {here.versions[name]}" for name in manifest.packages if name in here.versions]
     lines.append(f"threads: {manifest.settings.threads or 'the default of the runtime'}")
+    if manifest.evidence.get("thread_limit") is not None:
+        lines.append(
+            "Other processes used the machine, so both were timed with one thread. `trimtab verify .` on a quiet machine "
+            "writes what it measures into a file beside this folder, and `trimtab report` shows it"
+        )
     if (inputs := manifest.evidence.get("inputs")) is not None:
         lines.append(f"inputs that were timed: `{inputs}`")
     return lines

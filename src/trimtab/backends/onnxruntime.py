@@ -159,6 +159,10 @@ class OnnxRuntime(Backend):
     """Number of layers that stay float with the int8 precisions: those whose rounding changes the outputs most."""
     ranges: Literal["minmax", "percentile", "entropy"] = "minmax"
     """Bounds of activations for ``int8_static``: extremes, all but one value in ten thousand, or least loss of information."""
+    form: Literal["qdq", "qoperator"] = "qdq"
+    """Operators of ``int8_static`` in the file: float operators between roundings, or the runtime's int8 operators."""
+    full_range: bool = False
+    """Whether weights of ``int8_static`` have 8 bits on CPUs without VNNI too, where sums may saturate, instead of 7."""
     spinning: bool = True
     """Whether waiting threads spin: lower latency, but CPU time is lost for other processes."""
 
@@ -170,10 +174,11 @@ class OnnxRuntime(Backend):
             raise UsageError(
                 f"onnxruntime: float_layers={self.float_layers} is about int8, and 0 or more; precision is {self.precision}."
             )
-        if self.ranges != "minmax" and self.precision != "int8_static":
-            raise UsageError(
-                f"onnxruntime: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax."
-            )
+        for name, default in (("ranges", "minmax"), ("form", "qdq"), ("full_range", False)):
+            if (value := getattr(self, name)) != default and self.precision != "int8_static":
+                raise UsageError(
+                    f"onnxruntime: {name}={value} is about int8_static, not {self.precision}. Leave it at {default}."
+                )
 
     def describe(self) -> str:
         words = "float32" if self.precision == "f32" else "int8 weights and activations"
@@ -181,6 +186,7 @@ class OnnxRuntime(Backend):
         ranges = ", ranges taken at run time" if self.precision == "int8_dynamic" else ""
         waiting = "" if self.spinning else ", idle threads asleep"
         ranges += "" if self.ranges == "minmax" else f", ranges by {self.ranges}"
+        ranges += ", as int8 operators" * (self.form == "qoperator") + ", weights of 8 bits" * self.full_range
         but = f", but {counted(self.float_layers, 'layer')} in float" if self.float_layers else ""
         return f"ONNX Runtime, {words}{where}{but}{ranges}{waiting}"
 
@@ -206,6 +212,12 @@ class OnnxRuntime(Backend):
     def packages(self) -> tuple[str, ...]:
         return ("onnxruntime", "numpy")
 
+    def why_not_here(self) -> str | None:
+        """Forms for CPUs without VNNI."""
+        if self.full_range and environment.has_vnni():
+            return "Weights have 8 bits here without full_range, because this CPU has VNNI."
+        return None
+
     def why_not(self, candidate: Candidate) -> str | None:
         """Tensors must have a numpy form, and int8 needs weights to quantize."""
         sizes = {weight.dim() for weight in weights(candidate.model)}
@@ -230,7 +242,7 @@ class OnnxRuntime(Backend):
                 copy_files(base, model_files(base), folder, link=True)
             else:
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
-                made = data_fingerprint(rows, self.precision, self.operators, self.ranges, kept)
+                made = data_fingerprint(rows, self.precision, self.operators, self.ranges, self.form, self.full_range, kept)
                 but = float_layers.onnx_nodes(base / MODEL, kept, candidate) if kept else []
                 with shared_folder(
                     candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t, but)
@@ -284,8 +296,17 @@ def load(folder, threads):
             else:
                 known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
                 calibration = int8.Calibration(rows, names, known)
-                int8.quantize_static(prepared, target, self.operators, calibration, ranges=self.ranges, but=but)
-            stamp(target, names, weight_bits="8" if environment.has_vnni() else "7")
+                int8.quantize_static(
+                    prepared,
+                    target,
+                    self.operators,
+                    calibration,
+                    ranges=self.ranges,
+                    form=self.form,
+                    full=self.full_range,
+                    but=but,
+                )
+            stamp(target, names, weight_bits=int8.weight_bits(self.full_range))
         except (*CONVERSION_ERRORS, *runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}.") from error
         int8.remove_prepared(folder)

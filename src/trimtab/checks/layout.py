@@ -40,7 +40,7 @@ class Layout(Check):
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Convolutions with contiguous weights, and copies of four-dimensional tensors in models in ``channels_last``."""
-        found = []
+        found, contiguous = list[Finding](), list[ModuleRecord]()
         time = share(subject, "forward", "backward")
         total = sum(operator.ms for operator in subject.operators)
         copying = [each for each in subject.operators if each.name in COPIES and FOUR.search(each.shapes)]
@@ -49,18 +49,20 @@ class Layout(Check):
             if not module.convolutions or not images or time < self.least:
                 continue
             if module.channels_last < self.kept:
-                found.append(self.contiguous(subject, module, time))
+                contiguous.append(module)
             copied = time * sum(each.ms for each in copying) / total if total else 0.0
             if module.channels_last >= self.kept and copied >= self.copied:
                 found.append(self.lost(subject, module, copying, copied))
-        return found
+        return [*([self.contiguous(subject, contiguous, time)] if contiguous else []), *found]
 
-    def contiguous(self, record: ProbeRecord, module: ModuleRecord, time: float) -> Finding:
-        """The finding for a model with contiguous weights."""
+    def contiguous(self, record: ProbeRecord, modules: list[ModuleRecord], time: float) -> Finding:
+        """The finding for models with contiguous weights, which one setting converts."""
+        module = max(modules, key=lambda module: module.convolutions)
+        more = f" (and {counted(len(modules) - 1, 'further module')})" if len(modules) > 1 else ""
         saved = record.tried.get("channels_last")
         last = round(module.convolutions * module.channels_last)
         message = (
-            f"{module.name} has {counted(module.convolutions, 'convolution')}, {last} of them in channels_last, in "
+            f"{module.name}{more} has {counted(module.convolutions, 'convolution')}, {last} of them in channels_last, in "
             f"{time:.0%} of a step. Convert the model and its inputs with .to(memory_format=torch.channels_last)."
         )
         return note(

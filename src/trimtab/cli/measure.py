@@ -126,6 +126,8 @@ def _lines(found: Verification) -> Iterator[str]:
         yield f"speed:       {ratio.single()} the original that travels with it ({bounds}){_promised(found)}"
         if found.speed.doubt is not None:
             yield f"             {found.speed.doubt}"
+    if found.record is not None or found.record_reason is not None:
+        yield f"record:      {found.record or f'not written. {found.record_reason}'}"
     if found.ok:
         yield "verified"
     elif found.integrity:

@@ -29,7 +29,7 @@ def report_command(
             "-o",
             parser=typed("report.html"),
             metavar="FILE",
-            help="File to write [report.html in RUN].",
+            help="File to write [NAME-report.html in RUN].",
         ),
     ] = None,
     as_text: Annotated[bool, typer.Option("--text", help="Print the same in 40 lines.")] = False,

@@ -15,7 +15,7 @@ from trimtab.core.signature import Signature
 from trimtab.core.technique import Technique
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.system import affinity
-from trimtab.tensors.structure import unflatten
+from trimtab.tensors.structure import rebuilder
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class Executable(abc.ABC):
     def __init__(self, signature: Signature, settings: Settings) -> None:
         self._made = Executable._forks
         self.signature = signature
-        self._bare = signature.output_structure.kind == "tensor"
+        self._rebuilt = rebuilder(signature.output_structure)
         self.settings = settings
         self.notes: list[str] = []
         """Messages of the runtime that explain its speed, such as operators without a native kernel or frozen dimensions."""
@@ -71,8 +71,7 @@ class Executable(abc.ABC):
         """
         if self._made != Executable._forks:
             self._refuse_threads_of_another()
-        outputs = self.run(self.signature.accept(args, kwargs))
-        return outputs[0] if self._bare else unflatten(self.signature.output_structure, outputs)
+        return self._rebuilt(self.run(self.signature.accept(args, kwargs)))
 
     def _refuse_threads_of_another(self) -> None:
         """Raise an error after a fork: the child process has none of the runtime's threads, so a call would hang."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from trimtab._internal.text import counted
 from trimtab._internal.user_code import user_code
@@ -27,6 +27,8 @@ from trimtab.tensors.weights import raw
 
 MODEL_ERRORS: tuple[type[Exception], ...] = (*IMPORT_ERRORS, pickle.PickleError)
 """Errors of a model that is called in an unusual way, as by an exporter. The model's own exceptions are not included."""
+OUTPUT = "trimtab.output"
+"""Key in ``GraphModule.meta``: the name of the model's only output in the file that it comes from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +92,9 @@ class Candidate:
         given = [leaf.clone() for leaf in leaves]
         outputs, output_structure = flatten(_first_call(model, args, kwargs, structure, given), "output")
         writes = tuple(name for name, before, after in zip(leaf_names, leaves, given, strict=True) if _written(before, after))
-        require_plain(outputs, names(output_structure, "output"), "output")
-        output_specs = specs(outputs, names(output_structure, "output"))
+        found = _output_names(model, output_structure)
+        require_plain(outputs, found, "output")
+        output_specs = specs(outputs, found)
         for dim in dims:
             now, near, half = tried(dim, inputs, leaves)
             if near == now:
@@ -224,6 +227,11 @@ def _outputs_at(
                 f"another. Let the model keep them, or leave {dim.name!r} out of dynamic."
             )
     return found
+
+
+def _output_names(model: nn.Module, structure: Structure) -> list[str]:
+    known = model.meta.get(OUTPUT) if isinstance(model, fx.GraphModule) and structure.kind == "tensor" else None
+    return names(structure, known or "output")
 
 
 def _first_call(

@@ -325,8 +325,8 @@ class ProbeRecord:
     """Debugging switches that were on: ``anomaly mode``, ``deterministic algorithms``, ``profiler``, or an environment
     variable, with the line that set it where that was seen."""
     tried: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Setting, such as ``debug_off`` -> the share of a step that it saved over a few steps of this run, at most 1; below 0 if
-    steps took longer. Evidence of a cause, without an interval."""
+    """Setting, such as ``debug_off`` -> the share of the CPU time of a step, on a GPU of its time, that it saved over a few
+    steps of this run, at most 1; below 0 if they took longer. Evidence of a cause, without an interval."""
     collector_ms: float = 0.0
     """Of Python's garbage collector per step."""
     losses: tuple[float, ...] = ()

@@ -29,9 +29,29 @@ _POSITIVE = (
 """Settings that must be above zero."""
 
 
+class _Checked:
+    """Settings whose values must fit the types of their fields."""
+
+    def __post_init__(self) -> None:
+        group = type(self).__name__.removesuffix("Settings").lower()
+        for field, hint in type_hints(cast(Any, type(self))).items():
+            name, value = f"{group}.{field}" if group else field, getattr(self, field)
+            if dataclasses.is_dataclass(hint):
+                if not isinstance(value, cast(type, hint)):
+                    kind = cast(type, hint)
+                    first = next(iter(value), None) if isinstance(value, Mapping) else None
+                    known = [each.name for each in dataclasses.fields(kind)]
+                    call = f"{name}={kind.__name__}({first if first in known else known[0]}=...)"
+                    raise UsageError(f"Settings {name} is {of_type(value)}; write {call}.")
+            elif not fits(hint, value):
+                raise UsageError(f"Settings {name} is {value!r}; it can be {options(hint)}.")
+            elif name in _POSITIVE and isinstance(value, (int, float)) and not value > 0:
+                raise UsageError(f"Settings {name} is {value}; it must be above zero.")
+
+
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecisionSettings:
+class PrecisionSettings(_Checked):
     """Precision of arithmetic. ``Settings(precision=PrecisionSettings(autocast="bfloat16"))``."""
 
     autocast: Literal["bfloat16", "float16", "auto"] | None = None
@@ -40,13 +60,10 @@ class PrecisionSettings:
     """Training: whether float32 products may be rounded to TensorFloat-32 on GPUs that have it. ``None`` leaves torch's choice,
     which rounds convolutions only."""
 
-    def __post_init__(self) -> None:
-        _check(self, "precision")
-
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSettings:
+class DataSettings(_Checked):
     """How many examples a call and an update have. ``Settings(data=DataSettings(accumulate=8))``."""
 
     batch: int | None = None
@@ -63,7 +80,7 @@ class DataSettings:
     """Training: whether an update's batches run as one wherever shapes and memory allow; BatchNorm then sees all of them."""
 
     def __post_init__(self) -> None:
-        _check(self, "data")
+        super().__post_init__()
         if self.exact_batchnorm and self.micro_batch is not None:
             raise UsageError(
                 f"data.exact_batchnorm runs the batches of an update as one, which data.micro_batch={self.micro_batch!r} would "
@@ -73,7 +90,7 @@ class DataSettings:
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemorySettings:
+class MemorySettings(_Checked):
     """Memory of the process and of the GPU. ``Settings(memory=MemorySettings(activation_mb=500))``."""
 
     keep_freed: bool = False
@@ -89,14 +106,14 @@ class MemorySettings:
     pass: a fixed alternative to ``activation_mb``."""
 
     def __post_init__(self) -> None:
-        _check(self, "memory")
+        super().__post_init__()
         if self.segments is not None and self.activation_mb is not None:
             raise UsageError("memory.segments and memory.activation_mb both say what is computed again. Give one of them.")
 
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(_Checked):
     """The update of the parameters, in training. ``Settings(optimizer=OptimizerSettings(clip_norm=1.0))``."""
 
     implementation: Literal["loop", "foreach", "fused", "auto"] | None = None
@@ -112,13 +129,10 @@ class OptimizerSettings:
     """What a loss or gradient that is not finite leads to: an error, an update left out, the end of the run, or nothing.
     ``"ignore"`` does not check, which saves reading every gradient."""
 
-    def __post_init__(self) -> None:
-        _check(self, "optimizer")
-
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompilerSettings:
+class CompilerSettings(_Checked):
     """How :func:`torch.compile` compiles, in training. ``Settings(compile=True, compiler=CompilerSettings(dynamic=True))``."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
@@ -130,14 +144,14 @@ class CompilerSettings:
     """Options of TorchInductor by name, as :func:`torch.compile` takes them, instead of ``mode``."""
 
     def __post_init__(self) -> None:
-        _check(self, "compiler")
+        super().__post_init__()
         if self.mode is not None and self.options is not None:
             raise UsageError("compiler.mode and compiler.options both say what torch.compile optimizes for. Give one of them.")
 
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedSettings:
+class DistributedSettings(_Checked):
     """Training on several processes. ``Settings(distributed=DistributedSettings(sharding="shard"))``."""
 
     communication: Literal["float16", "bfloat16", "powersgd"] | None = None
@@ -147,13 +161,10 @@ class DistributedSettings:
     sharding: Literal["replicate", "shard", "hybrid"] = "replicate"
     """Whether every process holds the whole model, a share of it (FSDP2), or a share within its host."""
 
-    def __post_init__(self) -> None:
-        _check(self, "distributed")
-
 
 @by_name
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(_Checked):
     """How to run, apart from what the model is. ``None`` leaves the runtime's, or the user's, own choice.
 
     Fields of groups are named with a dot, such as ``precision.autocast``, in :meth:`value`, :meth:`replaced`, messages and the
@@ -193,7 +204,7 @@ class Settings:
     """Training on several processes."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        super().__post_init__()
         if self.threads is not None and self.threads > MOST_THREADS:
             raise UsageError(f"Settings threads is {self.threads}; at most {MOST_THREADS} are started.")
         if self.target_ms is not None and not self.adjust:
@@ -228,24 +239,3 @@ class Settings:
         return dataclasses.replace(
             self, **top, **{group: dataclasses.replace(self.value(group), **more) for group, more in groups.items()}
         )
-
-
-def _check(given: Any, group: str = "") -> None:
-    """Refuse fields of the settings ``given``, the ``group`` or all, whose values do not fit their types.
-
-    Raises:
-        UsageError: which field has which value, and what it can be.
-    """
-    for field, hint in type_hints(cast(Any, type(given))).items():
-        name, value = f"{group}.{field}" if group else field, getattr(given, field)
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, cast(type, hint)):
-                kind = cast(type, hint)
-                first = next(iter(value), None) if isinstance(value, Mapping) else None
-                known = [each.name for each in dataclasses.fields(kind)]
-                call = f"{name}={kind.__name__}({first if first in known else known[0]}=...)"
-                raise UsageError(f"Settings {name} is {of_type(value)}; write {call}.")
-        elif not fits(hint, value):
-            raise UsageError(f"Settings {name} is {value!r}; it can be {options(hint)}.")
-        elif name in _POSITIVE and isinstance(value, (int, float)) and not value > 0:
-            raise UsageError(f"Settings {name} is {value}; it must be above zero.")

@@ -114,6 +114,13 @@ class Signature:
     writes: tuple[str, ...] = ()
 
     @cached_property
+    def output_names(self) -> list[str]:
+        """The names of the outputs in files and protocols: ``logits`` for the tensor ``output.logits`` of a dict."""
+        full = [spec.name for spec in self.outputs]
+        short = [name.removeprefix("output.") for name in full]
+        return full if any(name.isdigit() for name in short) or len(set(short)) < len(short) else short
+
+    @cached_property
     def written(self) -> tuple[int, ...]:
         """Indices of the inputs that a call modifies."""
         return tuple(i for i, spec in enumerate(self.inputs) if spec.name in self.writes)

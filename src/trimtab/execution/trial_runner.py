@@ -69,6 +69,7 @@ class TrialRunner:
         """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
         self._server_tells_costs = server_tells_costs
         self._weights: Any = None
+        self._costs: Mapping[str, float | None] | None = None
         here = folder.absolute()  # because a workload may change the working folder
         self._common = {
             "workload": source,
@@ -277,8 +278,18 @@ class TrialRunner:
         """
         if self._server_tells_costs:
             return servers.ready("as_written", seconds=60)
+        if self._costs is None:
+            self.check_baseline()
+        return self._costs
+
+    def check_baseline(self) -> None:
+        """Build and call the model as written in another process, as its user does, and keep its costs for the first trial.
+
+        Raises:
+            WorkloadError: its weights or inputs are not those of the dry run.
+        """
         job = self.job() | {"kind": "baseline", "weights": self._weights}
         outcome = self.run_job(job, self.folder / PREPARE / "baseline")
         if outcome.error == WorkloadError.__name__:
             raise WorkloadError(str(outcome.reason))
-        return None if outcome.cut_off else outcome.result or {}
+        self._costs = None if outcome.cut_off else outcome.result or {}

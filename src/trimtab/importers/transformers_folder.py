@@ -15,7 +15,7 @@ import safetensors
 import torch
 from torch import nn
 
-from trimtab._internal.text import with_fix
+from trimtab._internal.text import listed, with_fix
 from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.signature import Dim
 from trimtab.core.technique import require
@@ -124,7 +124,7 @@ def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None,
     folder = pathlib.Path(source.path)
     notes = []
     if missing:
-        few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        few = listed(missing)
         if source.task not in (None, "feature-extraction"):
             raise UsageError(
                 f"{folder.name} holds no weights for {few}, so its answers for --task {source.task} would be random. Leave "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import gc
+import os
 import pathlib
 import threading
 from types import TracebackType
@@ -95,7 +97,13 @@ class PeakMemory:
 
 def rss_mb() -> float:
     """Resident memory of this process now, in MB (10**6 bytes)."""
-    return float(psutil.Process().memory_info().rss) / 1e6
+    return float(_process(os.getpid()).memory_info().rss) / 1e6
+
+
+@functools.cache
+def _process(pid: int) -> psutil.Process:
+    """The process; making the object takes longer than asking it."""
+    return psutil.Process(pid)
 
 
 class _Sampler(threading.Thread):

@@ -22,13 +22,14 @@ LEAST_MEMORY = 0.05
 
 QUIET = {
     "PYTHONHASHSEED": "0",
+    "PYTHONFAULTHANDLER": "1",
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
     "COMET_MODE": "disabled",
     "NEPTUNE_MODE": "offline",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Set unless the person has: two runs draw the same, and nothing is sent to a tracking service twice."""
+"""Set unless the person has: two runs draw the same, a crash tells where, and nothing is sent to a tracking service twice."""
 
 
 def environment(plan: Mapping[str, Any]) -> dict[str, str]:

@@ -158,7 +158,8 @@ def _nothing(
     if failed:
         return WorkloadError(f"the probe failed within {command.name}: {failed[0]['error']}{shown}")
     if code not in (None, 0, -signal.SIGKILL):
-        return WorkloadError(f"{command.name} ended with exit code {code} before a step was seen{shown}")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return WorkloadError(f"{command.name} {how} before a step was seen{shown}")
     seen = _read(process.out, "seen-*.json")
     late = code in (None, -signal.SIGKILL) or any(not found["finished"] for found in seen)
     when = f"within {seconds:g} s" if late else "before it ended"
@@ -175,6 +176,6 @@ def _nothing(
     names = {"optimizer": "optimizer steps", "backward": "backward passes", "batch": "batches", "forward": "model calls"}
     told = ", ".join(f"{events[kind]} {name}" for kind, name in names.items())
     return UsageError(
-        f"no two steps of {command.name} were seen {when}, only {told}; give more time, or arguments with which the script "
-        f"makes more steps. Training in a thread other than the one that imports torch is not seen{shown}"
+        f"no two steps of {command.name} were seen {when}, only {told}; give more time with --budget, or arguments with which "
+        f"the script makes more steps. Training in a thread other than the one that imports torch is not seen{shown}"
     )

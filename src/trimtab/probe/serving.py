@@ -155,14 +155,20 @@ _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 def failure(log: str, code: int) -> str:
     """One sentence about a script that failed: the last exception of its log with the line of the script, or its exit code."""
     lines = log.splitlines()
+    crash = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")), None)
+    if crash is not None:  # of a crash in compiled code Python tells the innermost line first
+        return f"{lines[crash].rstrip('.')}{_own(lines[crash:], 0)}."
     for i in range(len(lines) - 1, -1, -1):
         match = _ERROR.match(lines[i])
-        if match is None:
-            continue
-        above = [found for line in lines[max(0, i - 60) : i] if (found := _LINE.search(line))]
-        own = [found for found in above if "site-packages" not in found[1] and "/lib/python" not in found[1]]
-        where = f" ({os.path.basename(own[-1][1])}:{own[-1][2]})" if own else ""
-        return f"{match[1][:300].rstrip('.')}{where}."
+        if match is not None:
+            return f"{match[1][:300].rstrip('.')}{_own(lines[max(0, i - 60) : i], -1)}."
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"The script ended with {ended}" + (f": {last[:200]}" if last else ".")
+
+
+def _own(lines: list[str], place: int) -> str:
+    """The line of the script that a traceback names first, or last, in parentheses; empty if it names none."""
+    told = [found for line in lines if (found := _LINE.search(line))]
+    own = [found for found in told if "site-packages" not in found[1] and "/lib/python" not in found[1]]
+    return f" ({os.path.basename(own[place][1])}:{own[place][2]})" if own else ""

@@ -6,7 +6,7 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 
-from trimtab._internal.text import plain
+from trimtab._internal.text import listed, plain
 from trimtab.core.diagnosis import Diagnosis, standing
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
@@ -128,9 +128,11 @@ def _declined(diagnosis: Diagnosis) -> Iterator[str]:
     lost = [finding for finding in diagnosis.findings if standing(finding) in ("no gain", "other losses")]
     if lost:
         yield "declined, because they are not surely faster here, or change the losses"
+    rows = list[str]()
     for finding in lost:
         other = ": the losses differ, so it is another training" if standing(finding) == "other losses" else ""
-        yield _row(finding.gain, f"{said.remedy(finding)}{other}")
+        rows.append(_row(finding.gain, f"{said.remedy(finding)}{other}"))
+    yield from dict.fromkeys(rows)
 
 
 def _open(diagnosis: Diagnosis) -> Iterator[str]:
@@ -155,8 +157,7 @@ def _effects(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _some(items: tuple[str, ...]) -> str:
-    more = f" and {len(items) - WRITES} more" if len(items) > WRITES else ""
-    return ", ".join(words.clipped(item, 80) for item in items[:WRITES]) + more
+    return listed([words.clipped(item, 80) for item in items], WRITES)
 
 
 def _end(diagnosis: Diagnosis) -> Iterator[str]:

@@ -19,7 +19,8 @@ Fact = tuple[str, str]
 
 def confirmation(record: Record) -> list[Fact]:
     """The confirmation, beside the figures of the search."""
-    return [*_confirmation(record), *_refused(record)]
+    later = [] if record.verified is None else [("verified since on a quiet machine", plain(str(record.verified)))]
+    return [*_confirmation(record), *later, *_refused(record)]
 
 
 def _confirmation(record: Record) -> Iterator[Fact]:

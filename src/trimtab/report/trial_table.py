@@ -145,7 +145,7 @@ def _behind(trial: Trial, winner: Trial, record: Record) -> str:
     if one.vague or other.vague:
         if one.high < other.low:
             return f"At most {words.times(one.high / other.low)} of {who}."
-        return f"Not ratio_text apart from {who} in the search, which has {words.speed(other)}."
+        return f"Not told apart from {who} in the search, which has {words.speed(other)}."
     ratio = one.value / other.value
     ratio_text = "half as fast as" if 0.475 <= ratio < 0.525 else f"{words.times(ratio)} of"
     meets = one.low <= other.high and other.low <= one.high

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 from trimtab._internal.serialization import write_text
 from trimtab.errors import UsageError
 from trimtab.report.page import html
 from trimtab.study.record import Record
 
-REPORT = "report.html"
+REPORT = "-report.html"
+"""What the name of a report ends with, after the name of its workload."""
 
 
 def write(run_folder: pathlib.Path, out: pathlib.Path | None = None) -> pathlib.Path:
-    """Render the study in ``run_folder`` into ``out``, by default ``report.html`` in that folder. Returns the file.
+    """Render the study in ``run_folder`` into ``out``, by default ``NAME-report.html`` in that folder. Returns the file.
 
     Raises:
         UsageError: there is no study, or the file cannot be written.
         StorageError: the study's record is damaged or of another version.
     """
     record = Record.read(run_folder)
-    target = run_folder / REPORT if out is None else out
+    name = re.sub(r"[^\w.-]+", "-", record.workload)
+    target = run_folder / f"{name}{REPORT}" if out is None else out
     return keep(html(record, run_folder), target)
 
 

@@ -26,7 +26,7 @@ from trimtab.artifact.test_vectors import output_error
 from trimtab.core.backend import Executable
 from trimtab.core.signature import Dim, Signature
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.serve.instance.load import joinable, output_names
+from trimtab.serve.instance.load import joinable
 from trimtab.serve.instance.load_torch import tensors_of
 from trimtab.serve.instance.wire import Array, arrays_in, codes_of, frames, send
 from trimtab.tensors.comparison import is_discrete
@@ -75,7 +75,7 @@ class Reference:
         """The names of the outputs, and their relative tolerances; for integers the share of values that may differ."""
         golden = self._artifact.manifest.golden
         pairs = zip(golden.tolerance, golden.scale, strict=True)
-        names = output_names(self._artifact.manifest.signature)
+        names = self._artifact.manifest.signature.output_names
         return {"outputs": names, "tolerances": [most / scale if scale else most for most, scale in pairs]}
 
     def compare(self, body: Array, shapes: Sequence[Sequence[int]]) -> list[float | None] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.core.measurement import Interval
+from trimtab.core.measurement import QUIET, Comparison, Interval
 from trimtab.core.trial import State, Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
@@ -13,6 +13,9 @@ from trimtab.study import ranking
 from trimtab.study.result import Best
 from trimtab.study.samplers.ladder import as_written
 from trimtab.study.study import Study
+
+MOVES = 1.1
+"""Factor between the longest and the shortest time of the model as written from which on a note says so."""
 
 
 def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> str:
@@ -34,6 +37,25 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     words += _cost(study, found)
     moved = "".join(f" {note}" for note in found.trial.notes if note.endswith(MADE_AGAIN))
     return words + "." + moved + apart(found) + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+
+
+def moved(study: Study, found: Comparison | None) -> list[str]:
+    """A note if the time of the model as written differed by more than :data:`MOVES` between processes and minutes."""
+    low, high = (None if found is None else found.rival_ms) or (1.0, 1.0)
+    if found is None or study.task.mode != "infer" or high <= MOVES * low:
+        return []
+    words = f"The model as written took {low:.3g} to {high:.3g} ms, by process and minute, which the interval allows for."
+    used = found.foreign + found.stolen
+    kept = next((trial for trial in study.trials if [step.name for step in trial.recipe.passes] == ["keep_memory"]), None)
+    if kept is not None and kept.speedup is not None and kept.recipe.backend.name == "eager":
+        if kept.speedup.low > 1 and kept.speedup.value >= MOVES:
+            words += (
+                f" The cause is memory that it gives back to the system after each call and takes again: with "
+                f"keep_memory it is {kept.speedup.times()} as fast."
+            )
+        else:
+            words += f" The memory that it gives back is not the cause: with keep_memory it is {kept.speedup.times()} as fast."
+    return [words + (f" Other processes used {used:.0%} of the CPUs." if used > QUIET else "")]
 
 
 def apart(found: Best) -> str:

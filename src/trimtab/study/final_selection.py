@@ -87,9 +87,12 @@ class _Ending:
         if not must_win and not ranking.ranked(self.known(), self.limits, self.objective):
             return "limits_not_met", self.unmet(), None
         tried = _first(run_off(study, ahead(study, self.again), until=until))
-        study.progress.stage("confirming the winner in fresh processes, on the test data")
+        study.look_again()
+        winner = "confirming the winner in fresh processes, on the test data"
+        study.progress.stage(winner if tried else "nothing seems faster: writing the original as an artifact")
         found, lost = self.holding(tried, must_win=must_win)
         if found is not None:
+            study.notes += conclusions.moved(study, found.confirmation.comparison)
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         surely = [ranking.surely_ahead(trial, self.eager, self.objective) for trial in tried]
         said = ("It seemed faster in the search", "It won the search")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypedDict
 
 from trimtab._internal.serialization import dumps, from_json, to_json, write_json
 from trimtab._internal.text import counted, shortened, with_fix
+from trimtab.artifact.verified import Verified, recorded
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Drop
 from trimtab.core.recipe import Recipe
@@ -181,6 +182,8 @@ class Record:
     """Seconds that these may take in all; ``None`` if nothing was said."""
     energy: Energy | None = None
     """Energy of a call of what ships and of the original, or the reason why it is unknown."""
+    verified: Verified | None = None
+    """What ``trimtab verify`` has recorded beside the artifact since; filled in by :meth:`read`."""
 
     @property
     def winner(self) -> Trial | None:
@@ -210,7 +213,9 @@ class Record:
         """
         path = folder / RECORD
         try:
-            return from_json(cls, json.loads(path.read_text(encoding="utf-8")))
+            found = from_json(cls, json.loads(path.read_text(encoding="utf-8")))
+            later = None if found.artifact is None else recorded(folder / found.artifact)
+            return dataclasses.replace(found, verified=later)
         except PermissionError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from error
         except (OSError, ValueError, RecursionError) as error:  # a UsageError is a ValueError

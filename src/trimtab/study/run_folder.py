@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from trimtab._internal.files import UNLOCKED, path_of, put_back, refused, removed, set_aside
 from trimtab._internal.locks import locked
+from trimtab.artifact.verified import SUFFIX
 from trimtab.core.workload import Workload
 from trimtab.errors import StorageError, UsageError
 from trimtab.execution.trial_runner import PREPARE, PREPARED, REFERENCE, RIVALS, SCRATCH, TRIALS
@@ -43,11 +44,11 @@ ENTRIES = {
         PREPARE,
         PREPARED,
     ),
-    *("study.db", "study.db-journal", "workload.pkl", "report.html", "settings.json", SETTINGS_FOLDER),
+    *("study.db", "study.db-journal", "workload.pkl", f"{ARTIFACT}{SUFFIX}", "settings.json", SETTINGS_FOLDER),
 }
 """Files of a study in its run folder. Other files belong to the user."""
-LEFT = re.compile(r"\..*\.tmp")
-"""Names of temporary files of killed processes."""
+LEFT = re.compile(r"\..*\.tmp|[\w.-]+-report\.html")
+"""Names of temporary files of killed processes, and of reports."""
 FRESH, DONE = ".fresh.", ".done."
 """Prefixes of the folders with the old study: while a new one begins, and after that, until it is deleted."""
 

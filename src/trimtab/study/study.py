@@ -181,6 +181,8 @@ class Study:
         Once a trial beats the original, the last ``reserve()`` seconds are kept for its confirmation.
         """
         new, self._end, self._left_out = 0, deadline, []
+        if self.task.mode == "infer" and all(trial.recipe != self.baseline for trial in self._trials):
+            self.runner.check_baseline()  # before anything is timed
         with self.runner.servers(RIVALS) as rivals:
             while most is None or new < most:
                 end = None if deadline is None else deadline - reserve() * self._found_something()
@@ -207,6 +209,14 @@ class Study:
             self.notes.append(ranking.too_short(self._left_out))
         if (note := self.runner.reads_again()) is not None:
             self.notes.append(note)
+
+    def look_again(self) -> None:
+        """Tell the user if other processes use the machine now and did not before, or no longer do."""
+        now = others()
+        if now is None or self.others is None or now.busy == self.others.busy:
+            return
+        self.others = now
+        self.progress.remark(f"Busy machine now: {now}, so figures will be wide." if now.busy else f"Now {now}.")
 
     def besides_baseline(self, trials: int | None) -> int | None:
         """The number of new trials that tries ``trials`` recipes besides the baseline, which a first run has to time too."""

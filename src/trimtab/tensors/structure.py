@@ -155,7 +155,12 @@ def map_items(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def is_flat(value: Any) -> bool:
     """Whether it is a plain tuple or list of plain tensors, as most batches are: what walks through containers is slow."""
-    return type(value) in (tuple, list) and all(type(item) is torch.Tensor for item in value)
+    if type(value) is not tuple and type(value) is not list:
+        return False
+    for item in value:  # noqa: SIM110  # called several times per update: all(...) takes twice as long
+        if type(item) is not torch.Tensor:
+            return False
+    return True
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -197,6 +202,21 @@ def unflatten(structure: Structure, leaves: Sequence[torch.Tensor]) -> Any:
             f"The structure holds {counted(structure.tensors, 'tensor')}, but {len(leaves)} were given. Give one for each."
         )
     return _unflatten(structure, iter(leaves))
+
+
+def rebuilder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """:func:`unflatten` for one ``structure``, prepared: a plain container of tensors takes a tenth of the time."""
+    count, keys = len(structure.items), structure.keys
+    whole = functools.partial(unflatten, structure)
+    if structure.kind == "tensor":
+        return lambda leaves: leaves[0]
+    if any(item.kind != "tensor" for item in structure.items):
+        return whole
+    if structure.kind == "dict":
+        return lambda leaves: dict(zip(keys, leaves, strict=True))
+    if structure.kind == "tuple":
+        return lambda leaves: tuple(leaves) if len(leaves) == count else whole(leaves)
+    return whole
 
 
 def rearranged(structure: Structure, leaves: Sequence[torch.Tensor], like: Structure) -> tuple[Structure, list[torch.Tensor]]:

@@ -173,10 +173,11 @@ class Parts(Step):
         self._within.close()
         found = MicroBatchLosses(self._losses, self._weights, None)
         self._losses, self._weights = [], []
-        update = self._settled(found)
+        update = self._settled(found, self._parameters)
         if update.applied:
             self.scaler.step(self.optimizer)
-        self._adapt_scale(update)
+        if self._scales:
+            self._adapt_scale(update)
         discard(self._parameters)
         self.update += 1
         return update

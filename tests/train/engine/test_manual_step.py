@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
+from _ranks import failure, on_ranks
+from trimtab import DataSettings, DistributedSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.train.loss.manual_run import ManualRun
 
@@ -247,3 +248,60 @@ def test_validation_calls_the_function_without_steps() -> None:
     figure = run.validate(data())["loss"]
     assert figure > 0
     torch.testing.assert_close(run.model.state_dict(), before, rtol=0, atol=0)
+
+
+SIZES = (5, 2, 9, 4, 3)
+
+
+def regressions(run: ManualRun, batch: torch.Tensor) -> None:
+    """Each part learns by itself, without noise."""
+    run.backward((run.model.critic(batch) - batch.sum(1, keepdim=True)).square().mean(), "critic")  # type: ignore[operator]
+    run.step("critic")
+    run.backward((run.model.generator(F.pad(batch, (0, 1))) - batch).square().mean(), "generator")  # type: ignore[operator]
+    run.step("generator")
+
+
+def regressed(accumulate: int, loss: Any = regressions, **distributed: Any) -> Trainer:
+    torch.manual_seed(0)
+    settings = Settings(
+        data=DataSettings(accumulate=accumulate),
+        optimizer=OptimizerSettings(clip_norm=0.5),
+        distributed=DistributedSettings(**distributed),
+    )
+    adam = torch.optim.Adam
+    made = Trainer(Gan(), loss=loss, optimizer={"critic": adam, "generator": adam}, settings=settings, progress=False)
+    made.fit(data(SIZES), epochs=2)
+    return made
+
+
+def on_each_rank(folder: pathlib.Path) -> dict[str, Any]:
+    def fails(run: ManualRun, batch: torch.Tensor) -> None:
+        regressions(run, batch)
+        if run.update == 1 and torch.distributed.get_rank() == 1:
+            raise ValueError("injected")
+
+    def differs(run: ManualRun, batch: torch.Tensor) -> None:
+        run.backward(run.model.critic(batch).mean())  # type: ignore[operator]
+        run.step("generator" if torch.distributed.get_rank() else "critic")
+
+    made = regressed(1)
+    return {
+        "parameters": {name: value.tolist() for name, value in made.model.state_dict().items()},
+        "updates": made.position.update,
+        "failed": failure(lambda: regressed(1, fails)),
+        "differed": failure(lambda: regressed(1, differs)),
+        "refused": failure(lambda: regressed(1, communication="bfloat16")),
+    }
+
+
+def test_several_processes_make_the_steps_of_one(tmp_path: pathlib.Path) -> None:
+    """Batches of unequal size, of which one process has more: equal to one process that accumulates."""
+    found, wanted = on_ranks(on_each_rank, tmp_path), regressed(2)
+    for each in found:
+        assert each["updates"] == wanted.position.update == 6
+        for name, value in wanted.model.state_dict().items():
+            torch.testing.assert_close(torch.tensor(each["parameters"][name]), value, rtol=1e-5, atol=1e-6)
+        assert "run.step was called for one optimizer in one process, and for another" in each["differed"][1]
+        assert "Settings have distributed.communication='bfloat16'" in each["refused"][1]
+    assert found[0]["failed"] == ["PeerError", "The process of rank 1 failed; its own message says why."]
+    assert "injected" in found[1]["failed"][1]

@@ -14,6 +14,7 @@ from _runs import Line, loader, trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import log
 from trimtab.train.telemetry.events import EpochEnded, EpochStarted, Event, Progressed, Validated
+from trimtab.train.telemetry.log import Log
 from trimtab.train.telemetry.loggers import CsvLines, MLflow, WandB
 
 
@@ -93,6 +94,10 @@ def test_figures_from_anywhere_reach_the_events_and_the_loggers(tmp_path: pathli
     assert wandb.rows == mlflow.rows
     assert wandb.rows[1][1]["validate/call"] == 12.5
     log("call", 1.0)  # outside of a run nothing happens
+    sums = Log()
+    for _ in range(300):
+        sums.add("ones", torch.ones((), dtype=torch.bfloat16))  # whose sum ends at 256 in 16 bits
+    assert sums.take() == {"ones": (300.0, 300)}
 
 
 def test_what_cannot_be_logged_or_hooked_is_said() -> None:

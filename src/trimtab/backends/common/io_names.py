@@ -26,4 +26,4 @@ def plain_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
 def io_names(signature: Signature) -> tuple[list[str], list[str]]:
     """Identifiers of the inputs and outputs of ``signature``. They depend on it only, so that a loader finds the same ones."""
     inputs = plain_names([spec.name for spec in signature.inputs])
-    return inputs, plain_names([spec.name for spec in signature.outputs], inputs)
+    return inputs, plain_names(signature.output_names, inputs)

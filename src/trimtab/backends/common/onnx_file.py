@@ -52,7 +52,7 @@ def load_model(folder: pathlib.Path, *, threads: int | None, spinning: bool, int
     """
     facts = refuse_unsafe(folder)
     bits = facts.get("trimtab.weight_bits")
-    exactly = (int8 or bits is not None) and bits != "7" and not environment.has_vnni()
+    exactly = (int8 or bits is not None) and bits in (None, "8") and not environment.has_vnni()
     try:
         return open_model(folder, threads=threads, spinning=spinning, exactly=exactly)[0]
     except CompileError as error:

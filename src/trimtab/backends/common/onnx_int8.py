@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trimtab._internal.text import counted
 from trimtab.backends.common.foreign import quiet
 from trimtab.backends.common.onnx_file import DATA, MODEL
 from trimtab.core.technique import require
@@ -17,6 +18,15 @@ from trimtab.hardware import environment
 
 Operators = Literal["auto", "all", "linear"]
 Ranges = Literal["minmax", "percentile", "entropy"]
+Form = Literal["qdq", "qoperator"]
+SATURATING = "8, saturating"
+"""Metadata of a file whose 8-bit weights were judged with sums that saturate, as on the CPU that it was made on."""
+
+
+def weight_bits(full: bool) -> str:
+    """The bits of weights that the quantizers give here; ``full`` asks for 8 on every CPU."""
+    return "8" if environment.has_vnni() else SATURATING if full else "7"
+
 
 LINEAR = ("MatMul", "Gemm")
 HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
@@ -139,15 +149,17 @@ def quantize_static(
     calibration: Calibration,
     *,
     ranges: Ranges = "minmax",
+    form: Form = "qdq",
+    full: bool = False,
     but: Sequence[str] = (),
 ) -> None:
     """Quantize weights and activations to int8 except in the nodes ``but``, with ranges from calibration data and one scale
     per weight channel.
 
-    Weights of :func:`per_tensor_weights` have one scale. Without VNNI, weights have 7 bits and activations are unsigned. Other
-    forms did not pay there (digits CNN, AMD Zen 3): QOperator is as fast, as the runtime converts QDQ to it; 8-bit weights are
-    as fast and have 7 times the error, because sums saturate; int8 activations ran at 0.3 to 0.5 times the speed of float32;
-    ranges by entropy equalled the extremes, and those by percentile had the same score.
+    Weights of :func:`per_tensor_weights` have one scale. Without VNNI, weights have 7 bits unless ``full``. Activations are
+    unsigned: with int8 activations a CNN ran at 0.3 to 0.5 times the speed of float32 without VNNI. On one such CPU (AMD Zen 3,
+    digits) the form QOperator was as fast as QDQ, which the runtime converts to it, and 8-bit weights had 7 times the error of
+    7-bit weights, because sums saturate.
 
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
     """
@@ -159,7 +171,7 @@ def quantize_static(
             str(prepared),
             str(target),
             calibration,
-            quant_format=quantization.QuantFormat.QDQ,
+            quant_format={"qdq": quantization.QuantFormat.QDQ, "qoperator": quantization.QuantFormat.QOperator}[form],
             op_types_to_quantize=list(LINEAR) if nodes is not None else None,
             nodes_to_quantize=None if nodes is None else [name for name in nodes if name not in but],
             nodes_to_exclude=list(but),
@@ -169,7 +181,7 @@ def quantize_static(
                 "entropy": quantization.CalibrationMethod.Entropy,
             }[ranges],
             per_channel=True,
-            reduce_range=not environment.has_vnni(),
+            reduce_range=weight_bits(full) == "7",
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),
@@ -249,12 +261,7 @@ def per_tensor_weights(path: pathlib.Path) -> list[str]:
     """
     graph = require("onnx").load(path, load_external_data=False).graph
     constants = {tensor.name for tensor in graph.initializer}
-    grouped = [
-        node
-        for node in graph.node
-        if node.op_type == "ConvTranspose" and any(a.name == "group" and a.i > 1 for a in node.attribute)
-    ]
-    return [node.input[1] for node in grouped if node.input[1] in constants]
+    return [node.input[1] for node in graph.node if _in_groups(node) and node.input[1] in constants]
 
 
 def is_transformer(path: pathlib.Path) -> bool:
@@ -286,7 +293,7 @@ def linear_nodes(path: pathlib.Path) -> list[str]:
 
 
 def coverage(path: pathlib.Path) -> list[str]:
-    """A sentence about which of the dominant operators are int8 and which stayed float."""
+    """Sentences about which of the dominant operators are int8, which stayed float, and which have one scale per weight."""
     graph = require("onnx").load(path, load_external_data=False).graph
     made_by = {name: node.op_type for node in graph.node for name in node.output}
     integer: collections.Counter[str] = collections.Counter()
@@ -299,7 +306,13 @@ def coverage(path: pathlib.Path) -> list[str]:
             (integer if sources == ["DequantizeLinear"] * 2 else floating)[node.op_type] += 1
     if not integer:
         return [f"No operator that decides the speed became int8; float stayed {_counted(floating)}."]
-    return [f"int8: {_counted(integer)}; float: {_counted(floating)}."]
+    whole = sum(_in_groups(node) and made_by.get(node.input[1]) == "DequantizeLinear" for node in graph.node)
+    notes = [f"{counted(whole, 'ConvTranspose')} in groups: one scale for the weight and not one per channel."] if whole else []
+    return [f"int8: {_counted(integer)}; float: {_counted(floating)}.", *notes]
+
+
+def _in_groups(node: Any) -> bool:
+    return node.op_type == "ConvTranspose" and any(a.name == "group" and a.i > 1 for a in node.attribute)
 
 
 def _counted(counter: collections.Counter[str]) -> str:

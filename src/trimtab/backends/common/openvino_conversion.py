@@ -147,7 +147,7 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, converter: str, candidate:
     try:
         with quiet(), no_telemetry(), torch.no_grad():
             model = _CONVERTERS[converter](candidate)
-        _name_inputs(model, signature)
+        _name_ports(model, signature)
         model.set_rt_info(";".join(",".join(map(str, leaf.shape)) for leaf in candidate.leaves), HOT)
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
@@ -163,12 +163,15 @@ def frontend_errors(openvino: Any) -> tuple[type[Exception], ...]:
     return tuple(v for v in vars(openvino.frontend).values() if isinstance(v, type) and issubclass(v, Exception))
 
 
-def _name_inputs(model: Any, signature: Signature) -> None:
-    names = io_names(signature)[0]
-    if len(model.inputs) != len(names):
-        raise ValueError(f"the converted graph takes {counted(len(model.inputs), 'input')} instead of {len(names)}")
-    for port, name in zip(model.inputs, names, strict=True):
+def _name_ports(model: Any, signature: Signature) -> None:
+    inputs, outputs = io_names(signature)
+    if len(model.inputs) != len(inputs):
+        raise ValueError(f"the converted graph takes {counted(len(model.inputs), 'input')} instead of {len(inputs)}")
+    for port, name in zip(model.inputs, inputs, strict=True):
         port.get_tensor().set_names({name})
+    for port, name in zip(model.outputs, outputs, strict=False):
+        if port.names.isdisjoint(inputs):  # else an input is given back
+            port.get_tensor().set_names({name})
 
 
 def _trace(candidate: Candidate) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from trimtab.core.candidate import OUTPUT
 from trimtab.core.technique import require
 from trimtab.importers.onnx import (
     layers,
@@ -102,6 +103,8 @@ class _Importer:
         outputs = {item.name: self._graph.call_function(tensor, (self._argument(item.name),)) for item in graph.output}
         self._graph.output(outputs if len(outputs) > 1 else next(iter(outputs.values())))
         module = fx.GraphModule(self._root, self._graph, "OnnxGraph").eval()
+        if len(outputs) == 1:
+            module.meta[OUTPUT] = next(iter(outputs))
         module.delete_all_unused_submodules()
         return module
 

@@ -36,14 +36,11 @@ def timed(name: str, phase: int, outer: frozenset[int] = frozenset()) -> Callabl
         def counted(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or get_ident() != MAIN or clock.current() in outer:
                 return original(*args, **kwargs)
-            clock.enter(phase)
-            depth = clock.depth()
+            depth = clock.enter(phase)
             try:
                 return original(*args, **kwargs)
             finally:
-                clock.back(depth)
-                ns = clock.leave()
-                clock.enter(clock.PROBE)
+                ns = clock.switch(clock.PROBE, depth)
                 clock.add(("call", name, caller(sys._getframe(1))), ns)
                 clock.leave()
 

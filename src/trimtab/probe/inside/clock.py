@@ -20,12 +20,10 @@ spans: deque[tuple[int, int, int, int]] = deque(maxlen=60_000)
 
 
 def _clock() -> tuple[
-    Callable[[int], None],
-    Callable[[], int],
-    Callable[[int], None],
-    Callable[[int], None],
+    Callable[[int], int],
+    Callable[..., int],
+    Callable[..., int],
     Callable[[], tuple[int, tuple[int, ...]]],
-    Callable[[], int],
     Callable[[], int],
     Callable[[bool], None],
 ]:
@@ -35,35 +33,40 @@ def _clock() -> tuple[
     last = starts[0]
     keeping = False
 
-    def enter(phase: int) -> None:
+    def enter(phase: int) -> int:
         nonlocal last
         now = perf_counter_ns()
         totals[stack[-1]] += now - last
         last = now
         stack.append(phase)
         starts.append(now)
+        return len(stack)
 
-    def leave() -> int:
+    def leave(depth: int = 0) -> int:
         nonlocal last
         now = perf_counter_ns()
-        phase, start = stack.pop(), starts.pop()
-        totals[phase] += now - last
-        last = now
-        if keeping and phase != PROBE:
-            spans.append((phase, start, now, len(stack)))
-        return now - start
+        while True:
+            phase, start = stack.pop(), starts.pop()
+            totals[phase] += now - last
+            last = now
+            if keeping and phase != PROBE:
+                spans.append((phase, start, now, len(stack)))
+            if not depth or len(stack) < depth:
+                return now - start
 
-    def switch(phase: int) -> None:
+    def switch(phase: int, depth: int = 0) -> int:
         nonlocal last
+        while depth and len(stack) > depth:
+            leave()
         now = perf_counter_ns()
-        totals[stack[-1]] += now - last
+        ended, start = stack[-1], starts[-1]
+        totals[ended] += now - last
         last = now
+        if keeping and ended != PROBE:
+            spans.append((ended, start, now, len(stack) - 1))
         stack[-1] = phase
         starts[-1] = now
-
-    def back(depth: int) -> None:
-        while len(stack) > max(depth, 1):
-            leave()
+        return now - start
 
     def reading() -> tuple[int, tuple[int, ...]]:
         nonlocal last
@@ -72,9 +75,6 @@ def _clock() -> tuple[
         last = now
         return now, tuple(totals)
 
-    def depth() -> int:
-        return len(stack)
-
     def current() -> int:
         return stack[-1]
 
@@ -82,13 +82,14 @@ def _clock() -> tuple[
         nonlocal keeping
         keeping = on
 
-    return enter, leave, switch, back, reading, depth, current, keep
+    return enter, leave, switch, reading, current, keep
 
 
-enter, leave, switch, back, reading, depth, current, keep_spans = _clock()
-"""``enter(phase)`` and ``leave()`` enclose a phase, whose duration in ns ``leave`` returns; ``switch(phase)`` puts another
-phase in the place of the innermost; ``back(depth)`` leaves what an exception left open; ``reading()``: the
-time in ns, and the ns of every phase until that time, so that two readings differ by what the phases between them add up to."""
+enter, leave, switch, reading, current, keep_spans = _clock()
+"""``depth = enter(phase)`` and ``leave(depth)`` enclose a phase, whose duration in ns ``leave`` returns, and what an exception
+left open within it; ``switch(phase, depth)`` ends the innermost phase likewise and puts another in its place; ``reading()``:
+the time in ns, and the ns of every phase until that time, so that two readings differ by what the phases between them add
+up to."""
 
 tally: dict[tuple[object, ...], list[int]] = {}
 """(what, ...) -> [calls, ns] since the last cut."""

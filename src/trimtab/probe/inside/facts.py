@@ -199,13 +199,18 @@ def collect(since: float) -> Json:
         "modules": [_module(number, module) for number, module in modules.values()],
         "optimizers": [_optimizer(entry) for entry in hooks.optimizers],
         "loaders": [_loader(entry) for entry in loaders.loaders],
-        "device": next((str(p.device.type) for _, m in modules.values() for p in m.parameters()), "cpu"),
+        "device": device(),
         "distributed": _distributed(),
         "called": {name: calls.flags[name] for name in ("torch.set_num_threads",) if name in calls.flags},
         "recompiles": _recompiles(),
         "compilations": _compilations(utils, since) if (utils := sys.modules.get("torch._dynamo.utils")) else [],
     }
     return found
+
+
+def device() -> str:
+    """That of the first parameter."""
+    return next((str(p.device.type) for _, m in modules.values() for p in m.parameters()), "cpu")
 
 
 def _module(number: int, module: Any) -> Json:

@@ -51,7 +51,7 @@ def _switch(on: bool) -> None:
 
 
 def ended_step(ms: float, mixed: bool) -> bool:
-    """Take the duration of a step; return whether all was seen. A ``mixed`` step is not counted."""
+    """Take what a step cost; return whether all was seen. A ``mixed`` step is not counted."""
     global _count
     turn, place = divmod(_count, STEPS)
     _count += 1

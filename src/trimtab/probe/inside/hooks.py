@@ -85,8 +85,7 @@ def _install_optimizers() -> None:
     def pre(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if get_ident() != MAIN or is_compiling():
             return None
-        clock.enter(clock.PROBE)
-        _depths.append(clock.depth())
+        _depths.append(clock.enter(clock.PROBE))
         _closures.append(0)
         entry = optimizer_entry(optimizer)
         for callback in _before_step:
@@ -110,14 +109,12 @@ def _install_optimizers() -> None:
     def post(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if get_ident() != MAIN or is_compiling() or not _depths:
             return
-        clock.back(_depths.pop())
+        ns = clock.switch(clock.PROBE, _depths.pop())
         entry = optimizer_entry(optimizer)
-        clock.add(("optimizer", entry.number), clock.leave() - _closures.pop())
-        if _after_step:
-            clock.enter(clock.PROBE)
-            for callback in _after_step:
-                callback(entry)
-            clock.leave()
+        clock.add(("optimizer", entry.number), ns - _closures.pop())
+        for callback in _after_step:
+            callback(entry)
+        clock.leave()
 
     replace(torch.optim.Optimizer, "__init__", make)
     register_optimizer_step_pre_hook(pre)
@@ -158,8 +155,7 @@ def _install_backward() -> None:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or get_ident() != MAIN:
                 return original(*args, **kwargs)
-            clock.enter(clock.PROBE)
-            depth = clock.depth()
+            depth = clock.enter(clock.PROBE)
             place = caller(sys._getframe(1)) if _after_backward else None
             tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
             for seen in _at_backward:
@@ -173,13 +169,11 @@ def _install_backward() -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                clock.back(depth)
-                clock.leave()
                 if _after_backward and sys.exc_info()[0] is None:
-                    clock.enter(clock.PROBE)
+                    clock.switch(clock.PROBE, depth)
                     for ended in tuple(_after_backward):
                         ended(place)
-                    clock.leave()
+                clock.leave(depth)
 
         return backward
 

@@ -105,17 +105,13 @@ def _install_iteration() -> None:
         def __next__(self: Any) -> Any:
             if get_ident() != MAIN:
                 return original(self)
-            clock.enter(clock.DATA)
-            depth = clock.depth()
+            depth = clock.enter(clock.DATA)
             try:
                 batch = original(self)
             except BaseException:
-                clock.back(depth)
-                clock.leave()
+                clock.leave(depth)
                 raise
-            clock.back(depth)
-            ns = clock.leave()
-            clock.enter(clock.PROBE)
+            ns = clock.switch(clock.PROBE, depth)
             entry = _by_iterator.get(self)
             if entry is not None:
                 clock.add(("loader", entry.number), ns)

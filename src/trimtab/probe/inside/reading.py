@@ -53,7 +53,7 @@ def watch() -> None:
             files = opens.setdefault(number, [0, 0])
             files[0] += audit.opened - opened
             files[1] += len(index) if many else 1
-            places[number] = list(index) if many else [index]
+            places[number] = index if many else [index]
             return batch
 
         return fetch

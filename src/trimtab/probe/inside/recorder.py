@@ -185,7 +185,7 @@ def _mark(key: Key) -> None:
     count = len(of_key)
     mixed = before is not None and now[4:6] != before[4:6]
     if _glimpsing:
-        if _out_of_time or before is None or glimpses.ended_step(_ms(before, now), mixed):
+        if _out_of_time or before is None or glimpses.ended_step(_cost(before, now), mixed):
             finish(False)
         return
     if _counting:
@@ -231,6 +231,11 @@ def _count_lines() -> None:
 def _ms(before: Snapshot, now: Snapshot) -> float:
     """Of a step, without the probe."""
     return (now[0] - before[0] - (now[1][clock.PROBE] - before[1][clock.PROBE])) / 1e6
+
+
+def _cost(before: Snapshot, now: Snapshot) -> float:
+    """Of a step: the CPU time of the process, which other processes and the wait for data do not change; on a GPU the time."""
+    return (now[7] - before[7]) / 1e6 if facts.device() == "cpu" else _ms(before, now)
 
 
 def _glimpse(of_key: list[Snapshot]) -> None:

@@ -45,8 +45,7 @@ def _watch(cls: type) -> None:
             global _inside
             if _inside or id(self) not in roots or is_compiling() or get_ident() != MAIN:
                 return original(self, *args, **kwargs)
-            clock.enter(clock.FORWARD)
-            depth = clock.depth()
+            depth = clock.enter(clock.FORWARD)
             _inside = True
             called.add(id(self))
 
@@ -59,13 +58,11 @@ def _watch(cls: type) -> None:
                 return call(*args, **kwargs)
             finally:
                 _inside = False
-                clock.back(depth)
-                clock.leave()
                 if _after:
-                    clock.enter(clock.PROBE)
+                    clock.switch(clock.PROBE, depth)
                     for callback in tuple(_after):
                         callback(self)
-                    clock.leave()
+                clock.leave(depth)
 
         return __call__
 

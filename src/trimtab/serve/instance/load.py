@@ -104,13 +104,6 @@ def refuse_signature(signature: Signature) -> None:
         raise UsageError("This model takes no tensors; there is nothing to send to it.")
 
 
-def output_names(signature: Signature) -> list[str]:
-    """The names of the outputs: ``logits`` for the tensor ``output.logits`` of a dict."""
-    names = [spec.name for spec in signature.outputs]
-    short = [name.removeprefix("output.") for name in names]
-    return names if any(name.isdigit() for name in short) or len(set(short)) < len(short) else short
-
-
 def joinable(signature: Signature) -> bool:
     """Whether the batch is the first axis of every input and output, and of no other axis."""
     batch = signature.batch

@@ -14,7 +14,7 @@ from trimtab.artifact.manifest import LABELS, Manifest
 from trimtab.artifact.padded_batches import batch_of, piece_sizes
 from trimtab.core.signature import TensorSpec
 from trimtab.errors import IntegrityError
-from trimtab.serve.instance.load import Loaded, joinable, output_names
+from trimtab.serve.instance.load import Loaded, joinable
 from trimtab.serve.instance.wire import Array, arrays_in, codes_of
 
 EXAMPLE_VALUES = 1024
@@ -78,7 +78,7 @@ class Served:
         example = self.rows_of_example(1)
         return {
             "inputs": [_described(spec.name, spec) for spec in signature.inputs],
-            "outputs": [_described(name, spec) for name, spec in zip(output_names(signature), signature.outputs, strict=True)],
+            "outputs": [_described(name, spec) for name, spec in zip(signature.output_names, signature.outputs, strict=True)],
             "dims": {dim.name: (dim.min, dim.max, dim.step) for dim in signature.dims},
             "batch": signature.batch,
             "joinable": self._allowed is not None,

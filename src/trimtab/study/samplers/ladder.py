@@ -21,6 +21,7 @@ from trimtab.study.samplers.quantization import (
     holds,
     layers_back,
     misses,
+    other_forms,
     trained_int8,
     training,
 )
@@ -178,6 +179,10 @@ def _precision(
             for variant in (step, *search_space.variants(step)):
                 yield Ask("precision", dataclasses.replace(recipe, passes=(*recipe.passes, variant)))
     for recipe in lossless:
+        for backend in search_space.variants(recipe.backend):
+            over = max(map(_speed, done.values()), default=0.0)
+            forms = other_forms(dataclasses.replace(recipe, backend=backend), over, done)
+            yield from (Ask("precision", each) for each in forms)
         yield from _layers_back(recipe, done)
 
 

@@ -6,19 +6,24 @@ The generators yield recipes, and read their trials from the finished ones when 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from trimtab.core import search_space
 from trimtab.core.backend import Backend
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
+from trimtab.hardware import environment
 
 UPDATES = (200, 800)
 """Updates of a training, and of the second one where the first did not keep the accuracy limit."""
 PAYS = 1.15
 """Least gain of another form of the network, below which it is not trained."""
 QUANTIZER, TRAINER = "fake_quant", "recover"
+CLOSE = 0.9
+"""Least share of the best speed at which other forms of static int8 are tried on a CPU without VNNI."""
+FORMS = ("form", "full_range", "ranges")
+"""Fields of backends that change static int8 and not what is in int8, in the order in which they are tried."""
 
 
 def speed(trial: Trial | None) -> float:
@@ -69,6 +74,18 @@ def given_back(
         yield but(middle)
         trial = done[but(middle).hash]
         least, most = (least, middle) if trial.state is State.COMPLETE and not misses(trial) else (middle, most)
+
+
+def other_forms(recipe: Recipe, over: float, done: Mapping[str, Trial]) -> Iterator[Recipe]:
+    """Other forms of the static int8 ``recipe``, on a CPU without VNNI where it is close to the best speed ``over``: what is
+    faster there depends on the network, and only a trial tells whether sums that saturate keep the accuracy limit."""
+    backend = recipe.backend
+    if environment.has_vnni() or "calibration" not in backend.needs or speed(done.get(recipe.hash)) < CLOSE * over:
+        return
+    for name in FORMS:
+        for value in backend.choices().get(name, ()):
+            if value != getattr(backend, name):
+                yield dataclasses.replace(recipe, backend=dataclasses.replace(backend, **{name: value}))
 
 
 def layers_back(recipe: Recipe, backend: Backend) -> Callable[[int], Recipe] | None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trimtab._internal.text import of_type
+from trimtab._internal.text import listed, of_type
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
 from trimtab.train.early_stopping import EarlyStopping
@@ -102,7 +102,7 @@ def restore_flags(context: RunContext, state: Mapping[str, Any]) -> None:
             changed[flag].append(name.partition(".")[2])
     for flag, names in changed.items():
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            shown = listed(names)
             context.note(
                 f"requires_grad is {flag} for {shown}, as the run before left it. To change it, set it after resume()."
             )

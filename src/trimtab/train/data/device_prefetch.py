@@ -56,6 +56,8 @@ class Transfer:
 
     def __init__(self, move: Move) -> None:
         self.move = move
+        self.idle = move is _same
+        """Whether batches are where they are to be, so that nothing is done with them."""
 
     def start(self, batches: Iterator[Batch], *, ahead: bool) -> Iterator[Any]:
         """An item for :meth:`arrive` per batch. With ``ahead``, batches may be read early."""

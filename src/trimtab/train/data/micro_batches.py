@@ -147,13 +147,18 @@ class MicroBatcher:
         group: list[Batch] = []
         while len(group) < self.accumulate and (self.limit is None or self.taken < self.limit):
             self.clock.enter("data")
-            with _MOVING:
+            try:
                 coming = next(self._running, _END)
                 if coming is _END:
                     break
                 self.taken, self._between = self.taken + 1, False
-                self.clock.enter("copy")
-                group.append(self._transfer.arrive(coming))
+                if not self._transfer.idle:
+                    self.clock.enter("copy")
+                    coming = self._transfer.arrive(coming)
+                group.append(coming)
+            except BaseException as error:
+                _MOVING.explain(error)
+                raise
         self._between = True
         self.clock.enter("other")
         if self.joined and len(group) > 1:
@@ -162,6 +167,8 @@ class MicroBatcher:
             except WorkloadError:
                 if self.exact:
                     raise
+        if self.micro is None:
+            return group
         try:
             return self.split_group(group)
         except WorkloadError:
@@ -181,12 +188,9 @@ class MicroBatcher:
 
 def _read(running: Iterator[Batch]) -> Iterator[Batch]:
     """The batches of ``running``, with its errors reported as errors of the loader."""
-    while True:
-        with _READING:
-            batch = next(running, _END)
-        if batch is _END:
-            return
-        yield batch
+    with _READING:
+        for batch in running:  # noqa: UP028  # yield from would close a generator, which a later run goes on with
+            yield batch
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:

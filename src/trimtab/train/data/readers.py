@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from trimtab._internal.text import of_type
+from trimtab._internal.text import listed, of_type
 from trimtab.core.workload import user_code
 from trimtab.errors import UsageError
 from trimtab.train.data.batch_sampler import Index
@@ -109,9 +109,9 @@ class Examples:
         places = list(range(index.start, index.stop)) if isinstance(index, slice) else index.tolist()
         found = self._read(places) if self.cache is None else self.cache.get(places, self._examples)
         if self.transform is not None:
-            with user_code(f"transform raised on examples {_some(places)}"):
+            with user_code(f"transform raised on examples {listed(places, 4)}"):
                 found = [self.transform(example) for example in self._listed(found)]
-        with user_code(f"collate raised on examples {_some(places)}"):
+        with user_code(f"collate raised on examples {listed(places, 4)}"):
             return self.collate(found) if isinstance(found, list) else found
 
     def _examples(self, places: list[int]) -> list[Any]:
@@ -129,7 +129,7 @@ class Examples:
         """The examples, or what ``__getitems__`` makes of them."""
         found: Any = []
         if self._many is not None:
-            with user_code(f"The dataset raised on examples {_some(places)}"):
+            with user_code(f"The dataset raised on examples {listed(places, 4)}"):
                 found = self._many(places)
         else:
             with _reading(places, found):
@@ -253,10 +253,10 @@ class _reading(user_code):
         super().__init__("")
         self.places, self.found = places, found
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.what = f"The dataset raised on example {self.places[len(self.found)]}"
-        super().__exit__(kind, error, trace)
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes."""
+        self.what = f"The dataset raised on example {self.places[len(self.found)]}"
+        super().explain(error)
 
 
 def _columns(dataset: Any, collate: Collate) -> Columns | None:
@@ -306,7 +306,3 @@ def _tuple(kind: Any, found: dict[Any, Any]) -> Any:
 
 def _same(found: dict[Any, Any]) -> Any:
     return found
-
-
-def _some(places: list[int]) -> str:
-    return ", ".join(map(str, places[:4])) + (f" and {len(places) - 4} more" if len(places) > 4 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,10 @@ from torch import nn
 from torch.futures import Future
 
 from trimtab.core.settings import Settings
-from trimtab.errors import UsageError
+from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.distributed.comm_hooks import Bucket, Exchange, flattened, unflattened
 from trimtab.train.distributed.process_group import Group, broadcast
+from trimtab.train.loss.adapter import Weight
 from trimtab.train.runtime.step_clock import Clock
 
 _MIB = 2**20
@@ -25,6 +26,10 @@ _SECOND_GRADIENT = (
 _SPARSE = (
     "The gradient of {} is sparse, and several processes exchange dense ones only. Make the embedding with sparse=False, or "
     "train in one process."
+)
+_OTHER_STEP = (
+    "run.step was called for one optimizer in one process, and for another one or for none in another. Decide by run.update, "
+    "which is the same in all processes, and not by the data."
 )
 _LINEAR = (torch.optim.SGD, torch.optim.ASGD)
 """Optimizers whose steps are linear in the gradient, so that an error that is added to a later gradient does little harm."""
@@ -59,6 +64,8 @@ class DataParallelGroup(Group):
         self._sent_last: set[int] = set()
         self._adaptive: str | None = None
         """The name of the optimizer, unless it is linear in the gradient."""
+        self._drives = False
+        """Whether updates exchange gradients by :meth:`average_gradients`."""
         self._updating = self._sending = self._partly_sent = False
         """An update is under way; gradients are sent as they come; sending a bucket has begun and not returned."""
         self._missing: list[set[int]] = []
@@ -102,6 +109,54 @@ class DataParallelGroup(Group):
                 self._drop_unused()
 
     @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """A block of an update that exchanges gradients by :meth:`average_gradients`; it succeeds in all processes or in
+        none.
+
+        Raises:
+            WorkloadError: another process makes a step that this one does not make.
+            PeerError: another process failed.
+        """
+        self._drives = True
+        self._reported = self._unreported = None
+        try:
+            yield
+            stopping, used = self._maximum(int(self._wish), int(self.counts))
+            if stopping > 1:
+                raise WorkloadError(_OTHER_STEP)
+        except BaseException as error:
+            self._failed(error, update=False)
+            raise
+        self._stopping, self.used, self.lacking = bool(stopping), used > 0, False
+
+    @torch.no_grad()
+    def average_gradients(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
+        """Average the gradients of ``parameters`` over all processes, in place; returns the sum of ``weight`` over them.
+
+        Raises:
+            WorkloadError: another process is not at the same step, or a gradient is sparse.
+            PeerError: another process failed.
+        """
+        code = place + 2  # driven() sends 0 or 1 here
+        highest, lowest = self._maximum(code, -code)
+        if highest != -lowest:
+            raise WorkloadError(_OTHER_STEP)
+        for kind in dict.fromkeys((p.dtype, p.device) for p in parameters):
+            some = [p for p in parameters if (p.dtype, p.device) == kind]
+            if any(p.grad is not None and p.grad.is_sparse for p in some):
+                raise WorkloadError(_SPARSE.format("an embedding"))
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
+            present = torch.tensor([float(p.grad is not None) for p in some]).to(some[0])
+            flat = torch.cat([*map(flattened, grads, some), present])
+            dist.all_reduce(flat, group=self.data)
+            *parts, count = torch.split(flat, [*(p.numel() for p in some), len(some)])
+            for parameter, part, there in zip(some, parts, count.tolist(), strict=True):
+                parameter.grad = unflattened(part / self.size, parameter) if there else None
+        total = torch.as_tensor(weight, dtype=torch.float64).to(self.device(self.settings.device), copy=True)
+        dist.all_reduce(total, group=self.data)
+        return total
+
+    @contextlib.contextmanager
     def exchanging(self, *, now: bool) -> Iterator[None]:
         """A block whose backward pass sends gradients if ``now``."""
         self._sending = now and self._updating
@@ -111,11 +166,13 @@ class DataParallelGroup(Group):
             self._sending = False
 
     def finish_exchange(self) -> None:
-        """Send zeros for the buckets that other processes wait for.
+        """Send zeros for the buckets that other processes wait for; there are none where updates are :meth:`driven`.
 
         Raises:
             RuntimeError: there is no memory for them, or a bucket was sent in part.
         """
+        if self._drives:
+            return
         if self._partly_sent:
             raise RuntimeError("A bucket was sent in part.")
         if not self._updating:

@@ -109,6 +109,11 @@ class Saving:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.failed(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Write a checkpoint, if one is to follow ``error``."""
         context = self.context
         alone = context.world.processes == 1
         if not isinstance(error, (Exception, GeneratorExit) if alone else Exception):

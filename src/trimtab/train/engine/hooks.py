@@ -53,6 +53,3 @@ class Hooks:
         if (hook := self._given.get(name)) is not None:
             with user_code(f"The hook {name} raised"):
                 hook(self._trainer(), *arguments)
-
-
-NONE = Hooks(None, lambda: None)

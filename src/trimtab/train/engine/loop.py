@@ -64,22 +64,29 @@ def _epoch(
             _validate_within(context, ready, meter, held_out)
     for batches in epoch.rounds(context, feed, saving):
         context.log.current()
-        with unharmed:
+        try:
             update = ready.step(batches, run)
+        except BaseException as error:
+            unharmed.failed(error)
+            raise
         if not context.world.used:
             break
         if update.applied and not context.fit.kept:
             context.fit.kept = True
             setup.refuse_unkept(context, feed)
-        if validates := validation_policy.due(context):
+        if validates := context.validate_every is not None and validation_policy.due(context):
             with saving:
                 _validate_within(context, ready, meter, held_out)
         every, saved = context.checkpoint_every, context.fit.saved_best == position.update
         if not saved and (validates if every is None else position.update % every == 0):
             checkpoint_policy.save(context, ready)
-        bounds.over_time(context)
-        with saving:
+        if context.fit.until is not None:
+            bounds.over_time(context)
+        try:  # a with statement calls two functions in each update
             yield update
+        except BaseException as error:
+            saving.failed(error)
+            raise
         if context.world.stopping(context.ending):
             return False
         if position.update == steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -72,18 +71,23 @@ class ManualStep(Step):
         self._done = Update(torch.zeros(()), torch.zeros((), device=run.context.device), None, applied=True)
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
-        with STEP:
+        with self.world.driven(), STEP:
+            if self._typical is None and self.world.size > 1:
+                self._typical = self.world.average(max(map(examples, batches)))
             for index, batch in enumerate(batches):
                 loss, weight = self._driven(batch, last=index == len(batches) - 1)
                 losses.append(loss)
-                weights.append(weight)
-            if self._stepped and self.scaler.is_enabled():
+                weights.append(weight if self.world.counts else 0.0)
+            if self._stepped and self._scales:
                 self._adapt_scale(self._done)
+        if not self.world.used:  # a signal ended the loaders of all processes: this update does not count
+            discard(self._parameters)
+            return self._done._replace(loss=losses[-1], applied=False)
         unused = ", ".join(name for name in self.optimizers if name in {*self._totals, *self._batch_weight} - self._stepped)
         discard(self._parameters)
         self.clock.enter("other")
         loss, _ = self.world.mean(losses, weights, summed=False)
-        update = dataclasses.replace(self._done, loss=loss)
+        update = self._done._replace(loss=loss)
         if self.settings.optimizer.nonfinite == "raise" and loss.device.type != "cpu":
             self._watch(update)
         return self.counted(update, batches, run, [_UNUSED.format(unused) if unused else None])
@@ -91,7 +95,8 @@ class ManualStep(Step):
     def backward(self, loss: torch.Tensor, names: list[str], weight: float | None, *, retain_graph: bool) -> None:
         """Add the gradients of ``loss`` to those of the optimizers ``names``."""
         self.clock.enter("backward")
-        self.hooks.call("before_backward", loss)
+        if self.hooks is not None:
+            self.hooks.call("before_backward", loss)
         counts: Weight = self._examples if weight is None else weight
         for name in names:
             before = self._batch_weight.setdefault(name, counts)
@@ -100,7 +105,9 @@ class ManualStep(Step):
                     f"run.backward got losses of one batch with the weights {before} and {counts} for {name!r}. Give all "
                     "losses of a batch one weight."
                 )
-        if self._count > 1:
+        if not self.world.counts:  # it only keeps step with processes that have more batches
+            loss = loss.nan_to_num() * 0
+        elif self._weighted_losses:
             if self._typical is None:
                 self._typical = float(counts) or 1.0
             loss = loss * (counts / self._typical)
@@ -112,8 +119,9 @@ class ManualStep(Step):
 
     def step(self, names: list[str], closure: Closure | None) -> bool:
         """Make the steps of the optimizers ``names``, unless a further batch of the update follows."""
-        if closure is not None and (self._count > 1 or self.scaler.is_enabled()):
-            what = f"an update of {self._count} batches" if self._count > 1 else "float16's loss scale"
+        if closure is not None and (self._weighted_losses or self._scales):
+            several = f"{self.world.size} processes" if self.world.size > 1 else f"an update of {self._count} batches"
+            what = several if self._weighted_losses else "float16's loss scale"
             raise WorkloadError(
                 f"run.step got a closure, which computes one batch anew, in {what}. Leave that setting out. {PAGE}"
             )
@@ -143,7 +151,7 @@ class ManualStep(Step):
         """The step of the optimizer ``name``."""
         optimizer, parameters = self.optimizers[name], self._of([name])
         self.clock.enter("optimizer")
-        if name in self._stepped and self.scaler.is_enabled():
+        if name in self._stepped and self._scales:
             raise WorkloadError(
                 f"run.step was called twice for {name!r} in one update, between which float16's loss scale cannot change. Use "
                 "precision.autocast='bfloat16', or one step per update."
@@ -155,24 +163,34 @@ class ManualStep(Step):
                 self._with_closure(optimizer, parameters, closure)
                 applied = True
             else:
-                total = self._totals.pop(name, 0.0) + self._batch_weight.pop(name, 0.0)
-                applied = self._averaged(optimizer, parameters, total)
+                applied = self._averaged(name, parameters)
                 if applied:
-                    self.hooks.call("before_step")
+                    if self.hooks is not None:
+                        self.hooks.call("before_step")
                     with UPDATING:
                         self.scaler.step(optimizer)
-                    self.hooks.call("after_step")
+                    if self.hooks is not None:
+                        self.hooks.call("after_step")
         discard(parameters)
         torch.clear_autocast_cache()  # holds casts of the parameters before this step
         self.clock.enter("forward")
         return applied
 
-    def _averaged(self, optimizer: Optimizer, parameters: list[nn.Parameter], total: Weight) -> bool:
+    def _averaged(self, name: str, parameters: list[nn.Parameter]) -> bool:
         """Turn the gradients into those of the mean, clip and check them; returns whether the step is to be made."""
+        optimizer, total = self.optimizers[name], self._totals.pop(name, 0.0) + self._batch_weight.pop(name, 0.0)
+        if self.world.size > 1:
+            self.clock.enter("communication")
+            total = self.world.average_gradients(
+                parameters, total if self.world.counts else 0.0, list(self.optimizers).index(name)
+            )
+            self.clock.enter("optimizer")
+            if not total:  # of no process do the gradients count
+                return False
         self.scaler.unscale_(optimizer)
         grads = gradients_of(parameters)
-        self._unweight(grads, total if self._count > 1 else None)
-        if self.hooks:
+        self._unweight(grads, total if self._weighted_losses else None)
+        if self.hooks is not None:
             self.hooks.call("after_backward")
             grads = gradients_of(parameters)
         check, norm = self.bounded(grads)
@@ -186,7 +204,7 @@ class ManualStep(Step):
     def _judged(self, check: torch.Tensor, optimizer: Optimizer) -> tuple[bool, bool]:
         """Whether the step of ``optimizer`` is to be made; and if not, whether float16's loss scale was too large."""
         nonfinite = self.settings.optimizer.nonfinite
-        if self.scaler.is_enabled():
+        if self._scales:
             left_out = any(map(float, self.scaler._found_inf_per_device(optimizer).values()))
             return not left_out, left_out and self.scaler.get_scale() > LEAST_SCALE
         if nonfinite in ("skip", "stop"):
@@ -214,6 +232,11 @@ class ManualStep(Step):
 
         with UPDATING:
             optimizer.step(computed)
+
+    @property
+    def _weighted_losses(self) -> bool:
+        """Whether the losses of an update count by their weights, because there are several."""
+        return self._count > 1 or self.world.size > 1
 
     def _precise(self) -> Any:
         """A block without autocast."""

@@ -134,11 +134,15 @@ class MicroBatchSizer:
         Raises:
             WorkloadError: a single example does not fit, or batches must not be split.
         """
-        largest, size, before = _largest(group), None, None
+        largest = 0
+        size: int | None = None
+        before: ForwardState | None = None
         again = self.limit is not None and self._since >= self._wait
-        if self.limit is not None and not again:
-            size = min(largest, self.limit)
-            group = parts(group, self.limit)
+        if self.limit is not None:
+            largest = _largest(group)
+            if not again:
+                size = min(largest, self.limit)
+                group = parts(group, self.limit)
         while True:
             elements = max(map(elements_of, group))
             if before is None and elements > self._fitted:
@@ -149,6 +153,7 @@ class MicroBatchSizer:
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
+                largest = largest or _largest(group)
                 size = size or largest
                 self._refuse_split(step, size, group, error)
             step.discard()  # outside the except block, whose traceback keeps the step's tensors alive

@@ -51,7 +51,7 @@ def outputs(context: RunContext, batches: Iterable[Batch], *, limit: int | None,
             inputs = moved[0] if is_pair(moved) else moved
             with step.precision(), _MODEL:
                 answer = model(**inputs) if isinstance(inputs, Mapping) else call(model, inputs)
-            found.append(map_tensors(answer, lambda tensor: tensor.detach().cpu()))
+            found.append(map_tensors(answer, _read_out if settings.precision.autocast is None else _widened))
     context.world.free_gathered()
     if not found:
         raise WorkloadError("predict() got no batch. Check that the loader has data and can be gone through again.")
@@ -66,6 +66,16 @@ def _read(reading: Any) -> Iterable[Batch]:
         if batch is end:
             return
         yield batch
+
+
+def _read_out(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, as float32 if autocast made it 16 bits wide: numpy has no bfloat16."""
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.detach().cpu().float() if narrow else tensor.detach().cpu()
 
 
 def _joined(found: list[Any]) -> Any:

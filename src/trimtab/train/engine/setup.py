@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trimtab._internal.text import of_type
+from trimtab._internal.text import listed, of_type
 from trimtab._internal.validation import refuses
 from trimtab.core.settings import Settings
 from trimtab.core.workload import user_code
@@ -69,7 +69,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     step = step_for(settings, context.objective)(
         called, context.objective, context.optimizer, settings, context.world, clock, context.log_every
     )
-    step.hooks = context.hooks
+    step.hooks = context.hooks or None
     scheduler = context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
     context.options = context.options or given.options_of(context.optimizer)
     if context.resuming is not None:
@@ -202,24 +202,33 @@ def check_manual(objective: LossAdapter, settings: Settings, world: World) -> No
     """Check that the settings suit a loss that drives, if it is one.
 
     Raises:
-        UsageError: they ask for something that needs to compute an update twice, or there are several processes.
+        UsageError: they ask for something that needs to compute an update twice, or for an exchange within its backward pass.
     """
     if not objective.manual:
         return
-    if world.processes > 1:
+    exchanged = {
+        "distributed.sharding": world.shared and settings.distributed.sharding,
+        "distributed.communication": settings.distributed.communication,
+        "data.exact_batchnorm": settings.data.exact_batchnorm,
+    }
+    if world.processes > 1 and (inside := {name: value for name, value in exchanged.items() if value}):
         raise UsageError(
-            f"loss is a function that drives, and there are {world.processes} processes, which exchange gradients in the "
-            f"backward pass of one loss. Train in one process, or give loss(model, batch) and optimizers by name. {PAGE}"
+            f"loss is a function that drives, whose gradients {world.processes} processes exchange in run.step, and Settings "
+            f"have {_assigned(inside)}, which exchange in the backward pass. Leave that out, or give loss(model, batch) and "
+            f"optimizers by name. {PAGE}"
         )
     asked = {name: settings.value(name) for name in settings.names() if settings.value(name) == "auto"}
     given = {"compile": settings.compile, "memory.activation_mb": settings.memory.activation_mb}
     asked |= {name: value for name, value in given.items() if value}
     if asked:
-        shown = ", ".join(f"{name}={value!r}" for name, value in asked.items())
         raise UsageError(
-            f"Settings have {shown}, for which an update is computed on copies or again; loss is a function that drives its "
-            "own steps, which cannot be repeated. Leave that out. torch.compile(model.part) compiles a part."
+            f"Settings have {_assigned(asked)}, for which an update is computed on copies or again; loss is a function that "
+            "drives its own steps, which cannot be repeated. Leave that out. torch.compile(model.part) compiles a part."
         )
+
+
+def _assigned(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def check_closure(optimizer: Optimizer, settings: Settings) -> None:
@@ -360,7 +369,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
     differing = list(now.keys() ^ state["model"].keys())
     differing += [n for n in now.keys() & state["model"].keys() if _reshaped(now[n], state["model"][n])]
     if differing:
-        shown = ", ".join(sorted(differing)[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+        shown = listed(sorted(differing))
         raise UsageError(
             f"The checkpoint in {folder} is of another model, a {state['kind']}: {shown} differ from this "
             f"{type(context.model).__qualname__}. Give the model that it was made with, or another folder."
@@ -441,8 +450,7 @@ def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
     context.settings = context.settings.replaced(again)
     context.decided = dict(decided)
     if again:
-        shown = ", ".join(f"{name}={value!r}" for name, value in again.items())
-        context.note(f"{shown}: as decided when the run began.")
+        context.note(f"{_assigned(again)}: as decided when the run began.")
 
 
 def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, state: Mapping[str, Any]) -> LRScheduler | None:

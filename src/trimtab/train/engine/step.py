@@ -19,7 +19,7 @@ from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler
 from trimtab.train.engine.gradients import discard, gradients_of, known_to_be_nothing, left_out
-from trimtab.train.engine.hooks import NONE
+from trimtab.train.engine.hooks import Hooks
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
 from trimtab.train.optim import schedules
@@ -41,8 +41,7 @@ _NO_ROOM = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What one update did. The tensors stay on their device, so that reading them is the only wait for the device."""
 
     loss: torch.Tensor
@@ -106,9 +105,10 @@ class ForwardState:
 class _updating(user_code):
     """Attributes errors to the optimizer, except those of memory and of the GPU, which may come from earlier kernels."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not out_of_memory(error) and not stopped(error):
-            super().__exit__(kind, error, trace)
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes."""
+        if not out_of_memory(error) and not stopped(error):
+            super().explain(error)
 
 
 UPDATING, _FINAL, STEP = _updating("The optimizer raised"), final(_NO_ROOM), in_step("The model or its loss raised")
@@ -146,7 +146,8 @@ class Step:
         self.settings, self.world, self.clock = settings, world, clock
         self.scaler = Scaler(settings.device, enabled=settings.precision.autocast == "float16")
         self.scaler.world = world
-        self.hooks = NONE
+        self._scales = self.scaler.is_enabled()
+        self.hooks: Hooks | None = None
         self._closes = needs_closure(optimizer)
         self._known = len(self._parameters)
         world.attach_optimizer(optimizer)
@@ -171,7 +172,7 @@ class Step:
                 that the update cannot be repeated.
         """
         clock, world = self.clock, self.world
-        with NOTHING if run is None else STEP:
+        with STEP if run is not None else NOTHING:
             # Micro-batch size and recomputed activations are chosen from the first batches: only batches show their sizes.
             # Forward and backward run per micro-batch. The gradients cross between processes in the last backward pass. No
             # parameter has changed yet, so a run that is out of memory repeats this with smaller micro-batches.
@@ -186,7 +187,7 @@ class Step:
                 discard(parameters)
                 return Update(torch.stack(found.losses).sum(), torch.zeros(()), None, applied=False)
             with _FINAL:  # from here on nothing can be repeated: other processes may have changed their parameters by now
-                update = self._settled(found)
+                update = self._settled(found, parameters)
                 self._made += 1
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
                 if update.applied:
@@ -194,7 +195,8 @@ class Step:
                     self._step(update, compute)
                 elif found.statistics is not None:
                     found.statistics.put_back()
-                self._adapt_scale(update)
+                if self._scales:
+                    self._adapt_scale(update)
             # Gradients are freed, so that the next forward pass has their memory.
             discard(parameters)
             clock.enter("other")
@@ -216,29 +218,32 @@ class Step:
         # Notes and events come last, because callbacks look at the state after the update.
         self.intact = True
         with run.saving:
-            for remark in remarks:
+            for remark in filter(None, remarks):
                 context.note_once(remark)
             run.count(update, batches if world.counts else [])
         if not (update.applied or update.overflowed) and self.settings.optimizer.nonfinite == "stop":
             context.stop("The loss was not finite.")
         return update
 
-    def _settled(self, found: MicroBatchLosses) -> Update:
-        """Turn gradients that the backward passes left into those of the mean loss, clip and check them.
+    def _settled(self, found: MicroBatchLosses, parameters: Sequence[nn.Parameter]) -> Update:
+        """Turn gradients that the backward passes left in ``parameters`` into those of the mean loss, clip and check them.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
         """
         # The reported loss is the mean over all micro-batches of all processes.
-        self.clock.enter("communication")
+        if self.world.processes > 1:
+            self.clock.enter("communication")
         loss, total = self.world.mean(found.losses, found.weights, summed=self.objective.summed)
         # Gradients become those of that mean: float16's loss scale goes first, then the sum of the weights. The bound of the
         # clip and the check for finite numbers are about these true gradients.
         self.clock.enter("optimizer")
-        self.scaler.unscale_(self.optimizer)
-        grads = gradients_of(self._parameters)
-        self._unweight(grads, total)
-        if self.hooks:
+        if self._scales:
+            self.scaler.unscale_(self.optimizer)
+        grads = gradients_of(parameters)
+        if total is not None or self.world.averages:
+            self._unweight(grads, total)
+        if self.hooks is not None:
             self.hooks.call("after_backward")
             grads = gradients_of(self._parameters)
         check, norm = self.bounded(grads)
@@ -255,18 +260,26 @@ class Step:
         if clip is not None and norm is not None:
             self.world.scale(grads, (clip / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
         check = self.world.total(grads) if norm is None and self.settings.optimizer.nonfinite != "ignore" else norm
-        clip_values(grads, self.settings.optimizer.clip_value)
+        if self.settings.optimizer.clip_value is not None:
+            clip_values(grads, self.settings.optimizer.clip_value)
         return check, norm
 
     def _step(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
         """The optimizer's step; ``compute`` makes the gradients anew for one that needs a closure."""
-        self.hooks.call("before_step")
-        with UPDATING:
+        if self.hooks is not None:
+            self.hooks.call("before_step")
+        try:
             if self._closes:
                 self._step_with_closure(update, compute)
-            else:
+            elif self._scales:
                 self.scaler.step(self.optimizer)
-        self.hooks.call("after_step")
+            else:
+                self.optimizer.step()
+        except BaseException as error:
+            UPDATING.explain(error)
+            raise
+        if self.hooks is not None:
+            self.hooks.call("after_step")
 
     def _step_with_closure(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
         """The step of an optimizer that computes loss and gradients several times; it gets those of ``update`` first."""
@@ -277,7 +290,7 @@ class Step:
                 return first.pop()
             with torch.enable_grad():
                 found = compute()
-            return self._settled(found).loss
+            return self._settled(found, self._parameters).loss
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -286,7 +299,7 @@ class Step:
 
         Parameters and optimizer are unchanged, so it can be called again after an error.
         """
-        clock, world, parameters = self.clock, self.world, self._parameters
+        world, parameters = self.world, self._parameters
         if len(parameters) != self._known:
             self._known = len(parameters)
             world.attach_optimizer(self.optimizer)
@@ -294,6 +307,10 @@ class Step:
         if self._typical is None and world.size > 1:
             self._typical = world.average(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # the weight of a single loss makes no difference
+        if alone and world.processes == 1:
+            before = self._kept_statistics() if self._statistics else None
+            loss, weight = self._passes(batches[0], parameters, 1, alone=True)
+            return MicroBatchLosses([loss], [weight], before)
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
         count = world.maximum(len(batches)) if world.shared else len(batches)
@@ -303,24 +320,36 @@ class Step:
             for index in range(count):
                 if index == counted:  # from here on it only keeps step with processes that have more batches
                     idle = self._kept_buffers()
+                batch = batches[min(index, len(batches) - 1)]
                 with world.exchanging(now=index == count - 1):  # gradients cross once per update
-                    batch = batches[min(index, len(batches) - 1)]
-                    clock.enter("forward")
-                    loss, weight = self._forward(batch, weighed=not alone)
-                    if alone:
-                        loss = self._of_something(loss, weight)
-                    if index >= counted:
-                        loss, weight = loss.nan_to_num() * 0, weight * 0
-                    losses.append(loss.detach())
-                    weights.append(weight)
-                    clock.enter("backward")
-                    if self.hooks:
-                        self.hooks.call("before_backward", loss)
-                    with left_out(parameters) if known_to_be_nothing(weight) else NOTHING:
-                        self.scaler.scale(self._weighted(loss, weight, count)).backward()  # type: ignore[no-untyped-call]
+                    loss, weight = self._passes(batch, parameters, count, alone=alone, counts=index < counted)
+                losses.append(loss)
+                weights.append(weight)
             if counted < count:
                 idle.put_back()
         return MicroBatchLosses(losses, weights, before)
+
+    def _passes(
+        self, batch: Batch, parameters: Sequence[nn.Parameter], count: int, *, alone: bool, counts: bool = True
+    ) -> tuple[torch.Tensor, Weight]:
+        """Forward and backward pass of ``batch``, one of ``count``; returns its loss without the graph, and its weight."""
+        self.clock.enter("forward")
+        loss, weight = self._forward(batch, weighed=not alone)
+        nothing = known_to_be_nothing(weight)
+        if alone and (nothing or isinstance(weight, torch.Tensor)):
+            loss = self._of_something(loss, weight)
+        if not counts:
+            loss, weight = loss.nan_to_num() * 0, weight * 0
+        self.clock.enter("backward")
+        if self.hooks is not None:
+            self.hooks.call("before_backward", loss)
+        scaled = self.scaler.scale(self._weighted(loss, weight, count)) if self._scales or not alone else loss
+        if nothing or not counts:
+            with left_out(parameters):
+                scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), weight
 
     def _forward(self, batch: Batch, *, weighed: bool) -> tuple[torch.Tensor, Weight]:
         """The loss of ``batch`` and its weight.
@@ -328,12 +357,14 @@ class Step:
         Raises:
             WorkloadError: it fails under ``precision.autocast`` and not without.
         """
+        ask, dtype = functools.partial(self.objective, self.model, batch, weighed=weighed), self.settings.precision.autocast
+        if dtype is None:
+            return self.world.forward(ask)
         try:
             with self.precision():
-                return self.world.forward(functools.partial(self.objective, self.model, batch, weighed=weighed))
+                return self.world.forward(ask)
         except RuntimeError as error:
-            dtype = self.settings.precision.autocast
-            if dtype is None or out_of_memory(error) or stopped(error) or not self._runs_in_float32(batch):
+            if out_of_memory(error) or stopped(error) or not self._runs_in_float32(batch):
                 raise
             raise WorkloadError(
                 f"The model or its loss fails under precision.autocast={dtype!r}: {summary_line(str(error))}. Without "
@@ -440,14 +471,15 @@ class Step:
         Raises:
             NonFiniteError: this update is not finite and on the CPU, or the one before it is not finite and on a GPU.
         """
-        self.check()
+        if self._unread is not None:
+            self.check()
         nonfinite = self.settings.optimizer.nonfinite
-        if self.scaler.is_enabled():  # torch's fused SGD would write uninitialised momentum in a step with overflow
+        if self._scales:  # torch's fused SGD would write uninitialised momentum in a step with overflow
             left_out = any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
             overflowed = left_out and self.scaler.get_scale() > LEAST_SCALE and bool(torch.isfinite(update.loss))
-            return dataclasses.replace(update, applied=not left_out, overflowed=overflowed)
+            return update._replace(applied=not left_out, overflowed=overflowed)
         if nonfinite in ("skip", "stop"):
-            return dataclasses.replace(update, applied=update.finite)
+            return update._replace(applied=update.finite)
         if nonfinite == "raise":
             self._watch(update)
             if update.loss.device.type == "cpu":
@@ -460,8 +492,6 @@ class Step:
         Raises:
             NonFiniteError: loss or gradient is not finite at any scale, and the settings make that an error.
         """
-        if not self.scaler.is_enabled():
-            return
         hopeless = not (update.applied or update.overflowed)
         self.scaler.update(self.scaler.get_scale() if hopeless else None)
         if hopeless and self.settings.optimizer.nonfinite == "raise":

@@ -66,19 +66,19 @@ _RUN_NAME = "run"
 class in_step(user_code):
     """A block of user code that explains BatchNorm's error on a batch of one example, as the last of an epoch may be."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes."""
         alone = isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel")
-        user_code(self.what, _NOT_ALONE if alone else self.fix).__exit__(kind, error, trace)
+        user_code(self.what, _NOT_ALONE if alone else self.fix).explain(error)
 
 
 class _miscalled(user_code):
     """A block that explains how losses are called, if the loss takes other arguments than outputs and targets."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes."""
         if isinstance(error, TypeError) and _MISCALLED.search(str(error)):
-            super().__exit__(kind, error, trace)
+            super().explain(error)
 
 
 _LOSS = _miscalled("The loss raised", _NOT_CALLED_SO)
@@ -161,13 +161,14 @@ class LossAdapter:
         else:
             inputs, targets = _pair(given)
             outputs = call(model, inputs)
-            self._refuse_broadcast(outputs, targets)
+            if self._elementwise:
+                self._refuse_broadcast(outputs, targets)
             try:
-                with _LOSS:
-                    loss, weight = self.loss(outputs, targets), None
+                loss, weight = self.loss(outputs, targets), None
             except IndexError as error:
                 raise WorkloadError(torch_losses.wrong_label(self.loss, outputs, targets, error)) from error
             except (TypeError, AttributeError) as error:
+                _LOSS.explain(error)
                 if (text := model_outputs.unusable(self.loss, outputs)) is None:
                     raise
                 raise WorkloadError(f"{text} It raised {type(error).__name__}: {summary_line(str(error))}") from error
@@ -225,7 +226,7 @@ class LossAdapter:
 
     def _refuse_broadcast(self, outputs: Any, targets: Any) -> None:
         """Refuse shapes that torch would broadcast with a warning, which compares outputs with targets of other examples."""
-        if not (self._elementwise and isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             return
         if outputs.shape != targets.shape:
             raise WorkloadError(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from trimtab._internal.text import listed
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.loss.loss_parity import MARGIN, ROUNDING, gradient_distance
 from trimtab.train.memory.activation_checkpointing import Recomputed
@@ -56,7 +57,7 @@ class Verified:
 
     def note(self, budget_mb: float) -> str:
         """What is recomputed to keep ``budget_mb``, in a sentence or two."""
-        done = f"{_listed(self.names)} {_are(self.names)}" if self.names else "nothing is"
+        done = f"{listed(self.names)} {_are(self.names)}" if self.names else "nothing is"
         text = f"Activations take {self.peak / 1e6:.2f} MB at their peak, of {budget_mb:g} MB allowed: {done} recomputed."
         return f"{text} {self.refused}".rstrip()
 
@@ -108,7 +109,7 @@ def choose(
             raise UsageError(f"{_impossible(budget, search.peaks.values())} {refused}".rstrip())
         plan, names = plans[index], _names(model, plans[index].modules)
         if world.processes == 1 and (difference := search.gradient_error(plan)):
-            raise WorkloadError(_DIFFERENT.format(_listed(names), difference))
+            raise WorkloadError(_DIFFERENT.format(listed(names), difference))
     return Verified(plan, names, int(search.peaks[index]), changing, refused)
 
 
@@ -116,10 +117,6 @@ def _names(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
     """In the order of the model."""
     wanted = set(modules)
     return tuple(name for name, module in model.named_modules() if module in wanted)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _are(names: Sequence[str]) -> str:
@@ -130,7 +127,7 @@ def _refused(names: Sequence[str]) -> str:
     """The sentence of :attr:`Verified.refused`; the model itself, which has no name, is none of the choices."""
     names = [name for name in names if name]
     why = "because lists or objects among the arguments change in the forward pass."
-    return f"{_listed(names)} {_are(names)} not recomputed, {why}" if names else ""
+    return f"{listed(names)} {_are(names)} not recomputed, {why}" if names else ""
 
 
 def _plans_of_rank_0(model: nn.Module, plans: Sequence[Plan], world: World) -> list[Plan]:

@@ -68,7 +68,12 @@ class final:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and out_of_memory(error):
+        if error is not None:
+            self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes; return if that is itself."""
+        if out_of_memory(error):
             raise WorkloadError(self.sentence.format(words=first_line(error))) from error
 
 

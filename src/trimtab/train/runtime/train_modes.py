@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from trimtab._internal.text import listed
+
 _FROZEN: WeakSet[nn.Module] = WeakSet()
 """Modules that were in evaluation mode when their model was last seen in training mode. A run leaves the whole model in
 evaluation mode, so that the modules themselves do not tell."""
@@ -91,7 +93,7 @@ class Modes:
             within = bool(matter) and name.startswith(f"{matter[-1]}.")
             if name and not within and _matters(self.model.get_submodule(name)):
                 matter.append(name)
-        return ", ".join(matter[:3]) + (f" and {len(matter) - 3} more" if len(matter) > 3 else "")
+        return listed(matter)
 
 
 class DropoutOff(Modes):

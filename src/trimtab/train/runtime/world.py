@@ -96,6 +96,20 @@ class World:
         """
         return NOTHING
 
+    def driven(self) -> contextlib.AbstractContextManager[object]:
+        """A block of an update that exchanges gradients by :meth:`average_gradients`; it fails in all processes or in none."""
+        return NOTHING
+
+    def average_gradients(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
+        """Average the gradients of ``parameters`` over all processes, in place; returns the sum of ``weight`` over them.
+
+        Args:
+            parameters: of one optimizer. A gradient that no process has stays ``None``.
+            weight: of the losses that the gradients of this process are of.
+            place: number of the optimizer, which tells its exchange from those of others.
+        """
+        return weight
+
     def known_to_all(self, error: BaseException) -> bool:
         """Whether all processes know of ``error``, so that collective operations are still possible."""
         return not stopped(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,14 @@ class Distribution(NamedTuple):
     @classmethod
     def of(cls, samples: Sequence[float]) -> Distribution:
         """Of ``samples``, those left out that are not finite."""
-        found = np.asarray(samples, np.float64)
+        found = np.sort(np.asarray(samples, np.float64))
         finite = found[np.isfinite(found)]
-        spread = float(finite.std(ddof=1)) if len(finite) > 1 else None
-        return cls(float(np.median(finite)) if len(finite) else None, spread, percentile(finite.tolist(), 0.95))
+        if not (count := len(finite)):
+            return cls(None, None, None)
+        apart = finite - finite.mean()
+        spread = math.sqrt(apart @ apart / (count - 1)) if count > 1 else None
+        median = float(finite[(count - 1) // 2] + finite[count // 2]) / 2
+        return cls(median, spread, percentile(finite.tolist(), 0.95))
 
 
 def of_updates(seconds: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:

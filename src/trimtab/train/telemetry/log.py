@@ -24,7 +24,12 @@ class Log:
     def add(self, name: str, value: torch.Tensor | float) -> None:
         """Add a value of the figure ``name``."""
         total, count = self._sums.get(name, (0.0, 0))
-        self._sums[name] = (total + (value.detach() if isinstance(value, torch.Tensor) else float(value)), count + 1)
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            value = value if value.dtype == torch.float64 else value.float()  # sums of 16 bits would lose the later values
+        else:
+            value = float(value)
+        self._sums[name] = (total + value, count + 1)
 
     def take(self) -> Sums:
         """The sums since the last call; waits for the device."""

@@ -69,16 +69,16 @@ class Meter:
             return
         self.clock.enter("other")
         spent, now, position = dict(self.clock.take()), time.perf_counter(), self.context.position
-        losses = torch.stack([each.loss.float() for each in self._unread])
+        losses = torch.stack([each.loss for each in self._unread]).tolist()  # waits for the device, once
         taken = [each for each in self._unread if each.norm is not None]
         latest = next((each.norm for each in reversed(taken) if each.applied), taken[-1].norm if taken else None)
         if latest is not None:
             self._norm = float(latest)
-        applied = torch.tensor([each.applied for each in self._unread], device=losses.device)
-        if applied.any():
-            losses = losses[applied]
-        self._loss = float(losses.mean())
-        self._like = of_updates(self._times, losses.tolist())
+        applied = [loss for loss, each in zip(losses, self._unread, strict=True) if each.applied]
+        skipped = len(losses) - len(applied)
+        losses = applied or losses
+        self._loss = sum(losses) / len(losses)
+        self._like = of_updates(self._times, losses)
         spent["other"], self._paused_s = max(spent["other"] - self._paused_s, 0.0), 0.0
         both = self.context.world.gathered((Pace(self._examples, spent), self.context.log.take()))
         paces = [pace for pace, _ in both]
@@ -95,7 +95,7 @@ class Meter:
             rate=_rate(self.context.optimizer),
             examples_per_s=made / max(now - self._since, 1e-9),
             step_ms=1e3 * total / len(self._unread),
-            skipped=len(self._unread) - int(applied.sum()),
+            skipped=skipped,
             shares=_shares(spent, total),
             **self._like,
             **memory(self.context.device),
