@@ -101,7 +101,6 @@ kserve: .venv-kserve/.installed
 
 test-long: $(STAMP) browser kserve
 	$(BIN)/pytest -m long tests
-	TRIMTAB_SOAK=1 $(BIN)/pytest tests/serve/test_chaos.py
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,7 +1,8 @@
-"""`trimtab serve` beside LitServe, Ray Serve and FastAPI by hand, and beside the bare executable.
+"""`trimtab serve` beside LitServe, FastAPI by hand, Ray Serve with HAProxy and Triton, and beside the bare executable.
 
-    python benchmarks/serving.py                                  # about 15 minutes on two cores that nobody else uses
+    python benchmarks/serving.py                                  # at most 15 minutes on two cores that nobody else uses
     python benchmarks/serving.py --quick                          # one short round of two models; about 2 minutes
+    python benchmarks/serving.py --check                          # starts every server once, and asks it for a second
     python benchmarks/serving.py --json benchmarks/results/serving.json
 
 Three interleaved rounds. In each round every server is started alone, answers one request that is compared with the bare model,
@@ -9,13 +10,19 @@ and gets the same load: 32 connections of wrk, closed loop, JSON. Client and ser
 the same ONNX model with one thread, and batches of up to 32 rows; trimtab finds its own batch size. `identity` is a function
 without a model for the peers, and an artifact like any other for trimtab.
 
-The peers run in an environment of their own below the cache folder, which is made at the first run; trimtab does not need them.
+The peers run in environments of their own below the cache folder, which are made at the first run; trimtab does not need them.
+Triton's Python backend is linked with the Python of the system, and is left out with the reason where it does not install.
 wrk is a package of Debian: apt-get install wrk.
 
-Targets: 5 times the requests of LitServe and 2.5 times those of the next best on `identity`; MiniLM at 0.9 of what the bare
-executable computes in a loop at its best batch; the MLP's compute per request at most 1.1 times the bare one's; a lone client
-waits at most 0.5 ms more than for the bare call; the idle server takes less than 1% of a CPU. The exit status is 1 if a target
-is missed.
+Targets, medians of the rounds:
+
+- identity: 5 times the requests of LitServe and 2.5 times those of the next best; a lone client waits at most 0.5 ms more than
+  for the bare call; the idle server takes less than 1% of a CPU.
+- minilm: 0.9 of what the bare executable computes in a loop with one thread at its best batch.
+- mlp: compute per request at most 1.1 times the bare one's, both in CPU time, as client, front and instance share cores. The
+  bare executable computes batches of the same sizes in a mixed order, in turns with the load.
+
+The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -35,9 +43,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-import venv
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import psutil
 
@@ -47,9 +54,14 @@ from trimtab.measure.host import others
 
 HERE = pathlib.Path(__file__).resolve().parent
 PACKAGES = ("litserve==0.2.19", "ray[serve]==2.60.0", "fastapi", "uvicorn[standard]", "numpy", "onnxruntime")
-PEERS = ("litserve", "ray", "fastapi")
+TRITON_PACKAGES = ("nvidia-pytriton==0.7.0", "numpy<2", "onnxruntime")
+SYSTEM_PYTHON = "/usr/bin/python3"
+"""The Python whose library Triton's Python backend is linked with."""
+PEERS = ("litserve", "fastapi", "ray", "triton")
 MODELS = ("identity", "mlp", "digits", "minilm")
-CONNECTIONS, IDLE_S, START_S = 32, 5.0, 60.0
+CONNECTIONS, WARM_S, IDLE_S, START_S = 32, 1.0, 2.0, 60.0
+TURNS, TURN_S = 4, 1.0
+"""Turns of load and bare executable for the compute of a request, and seconds of each."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LUA = """
 wrk.method = "POST"
@@ -61,6 +73,8 @@ function done(summary, latency, requests)
     latency:percentile(99), e.connect + e.read + e.write + e.timeout + e.status))
 end
 """
+Sizes = Mapping[int, float]
+"""Rows of a batch -> how many of them."""
 
 
 def prepare(name: str, folder: pathlib.Path) -> None:
@@ -120,41 +134,88 @@ def prepare(name: str, folder: pathlib.Path) -> None:
     (folder / "want.json").write_text(json.dumps(output.flatten().tolist()))
 
 
-def loops(folder: pathlib.Path, seconds: float) -> dict[int, float]:
-    """Rows per second of the executable in a loop with one thread, by rows of a batch."""
+def bare_loop(folder: pathlib.Path) -> None:
+    """The process of :class:`Bare`: a line of JSON with sizes and seconds in, one with figures out."""
     from trimtab.artifact.artifact import load as load_artifact
     from trimtab.artifact.artifact import open_artifact
 
     executable = load_artifact(folder / "artifact", threads=1)
-    example, found = open_artifact(folder / "artifact").golden().cases[0].inputs, dict[int, float]()
-    for rows in BATCHES:
-        leaves = [leaf[:1].expand(rows, *leaf.shape[1:]).contiguous() for leaf in example]
-        executable.run(leaves)
-        start, calls = time.perf_counter(), 0
-        while time.perf_counter() - start < seconds:
-            executable.run(leaves)
-            calls += 1
-        found[rows] = rows * calls / (time.perf_counter() - start)
+    example = open_artifact(folder / "artifact").golden().cases[0].inputs
+    draw = random.Random(0)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        sizes = {int(rows): count for rows, count in asked["sizes"].items()}
+        batches = {rows: [leaf[:1].expand(rows, *leaf.shape[1:]).contiguous() for leaf in example] for rows in sizes}
+        order = draw.choices(list(sizes), list(sizes.values()), k=10_000)
+        for rows in sizes:
+            executable.run(batches[rows])
+        start, used, done = time.perf_counter(), time.process_time(), 0
+        for rows in order:
+            executable.run(batches[rows])
+            done += rows
+            if time.perf_counter() - start > asked["seconds"]:
+                break
+        took, used = time.perf_counter() - start, time.process_time() - used
+        print(json.dumps({"rate": done / took, "cpu_ms": 1e3 * used / done}), flush=True)
+
+
+class Bare:
+    """The executable of an artifact in a loop with one thread, in a process of its own."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        words = [sys.executable, __file__, "--bare", str(folder)]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def run(self, sizes: Sizes, seconds: float) -> dict[str, float]:
+        """Rows per second and CPU milliseconds of a row, for batches of ``sizes`` in a mixed order."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"sizes": sizes, "seconds": seconds}), file=self._process.stdin, flush=True)
+        found: dict[str, float] = json.loads(self._process.stdout.readline())
+        return found
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Rows per second by rows of a batch."""
+        return {str(rows): self.run({rows: 1}, seconds)["rate"] for rows in BATCHES}
+
+
+def environment_of(name: str, packages: Sequence[str], python: str) -> pathlib.Path:
+    """A Python with ``packages``, in an environment that is made at the first run.
+
+    Raises:
+        RuntimeError: the packages cannot be installed.
+    """
+    folder = cache_folder() / "benchmarks" / name
+    found, stamp = folder / "bin" / "python", folder / "packages.json"
+    if not stamp.exists() or json.loads(stamp.read_text()) != list(packages):
+        pip = [sys.executable, "-m", "pip", "--python", str(found), "install", "-qq", "--disable-pip-version-check", *packages]
+        for words in ([python, "-m", "venv", "--without-pip", "--clear", str(folder)], pip):
+            print(" ".join(words), flush=True)
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(done.stderr.strip()[-500:])
+        stamp.write_text(json.dumps(packages))
     return found
 
 
-def bare(folder: pathlib.Path, seconds: float) -> dict[str, float]:
-    """What :func:`loops` finds in a new process."""
-    words = [sys.executable, __file__, "--bare", str(folder), str(seconds)]
-    found: dict[str, float] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+def peers_that_install(names: Sequence[str]) -> dict[str, pathlib.Path]:
+    """Name of a peer -> its Python. Triton is left out where it does not install."""
+    found = dict[str, pathlib.Path]()
+    for name in names:
+        if name != "triton":
+            found[name] = environment_of("serving-peers", PACKAGES, sys.executable)
+            continue
+        try:
+            found[name] = environment_of("serving-triton", TRITON_PACKAGES, SYSTEM_PYTHON)
+        except (OSError, RuntimeError) as error:
+            print(f"triton is left out: {error}", flush=True)
     return found
-
-
-def environment_of_peers() -> pathlib.Path:
-    """The Python of the peers, in an environment that is made at the first run."""
-    folder = cache_folder() / "benchmarks" / "serving-peers"
-    python, stamp = folder / "bin" / "python", folder / "packages.json"
-    if not stamp.exists() or json.loads(stamp.read_text()) != list(PACKAGES):
-        print(f"python -m venv {folder} && {python} -m pip install {' '.join(PACKAGES)}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *PACKAGES], check=True)
-        stamp.write_text(json.dumps(PACKAGES))
-    return python
 
 
 def free_port() -> int:
@@ -168,6 +229,7 @@ def serving(words: list[str], url: str, body: pathlib.Path, want: list[float], l
     """A server that answers rightly, until the block ends; all its processes end with it."""
     with log.open("w") as file:
         own = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+        own |= {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
         process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env=own)
     try:
         until = time.monotonic() + START_S
@@ -187,7 +249,7 @@ def serving(words: list[str], url: str, body: pathlib.Path, want: list[float], l
         family = [process, *descendants(process.pid)]
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(15)
+            process.wait(5)
         for one in family:
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 one.kill()
@@ -211,7 +273,7 @@ def load(url: str, body: pathlib.Path, connections: int, seconds: float) -> dict
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(LUA.replace("{body}", str(body)))
         script.flush()
-        words = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "20s", "-s", script.name, url]
+        words = ["wrk", "-t1", f"-c{connections}", f"-d{max(round(seconds), 1)}s", "--timeout", "20s", "-s", script.name, url]
         text = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     found = re.search(r"RESULT (\S+) (\S+) (\S+) (\S+) (\S+)", text)
     assert found is not None, text
@@ -219,61 +281,80 @@ def load(url: str, body: pathlib.Path, connections: int, seconds: float) -> dict
     return {"rps": count / duration * 1e6, "p50_ms": p50 / 1e3, "p99_ms": p99 / 1e3, "errors": errors}
 
 
-def cpu_share(process: psutil.Process, seconds: float) -> float:
-    """CPU time of a process and its children in ``seconds``, as a share of one CPU."""
-
-    def used() -> float:
-        return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
-
-    start = used()
-    time.sleep(seconds)
-    return (used() - start) / seconds
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time of a process and its children so far."""
+    return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
 
 
-def statistics_of(port: int, name: str) -> dict[str, float]:
-    """Batches, their rows and compute seconds so far, from the server's metrics."""
+def batches_of(port: int, name: str) -> dict[int, int]:
+    """Rows of a batch -> how many the server has computed so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/{name}/stats") as answer:
+        found = json.load(answer)["model_stats"][0]["batch_stats"]
+    return {one["batch_size"]: one["compute_infer"]["count"] for one in found}
+
+
+def computing(port: int) -> float:
+    """CPU seconds of computing batches so far, of the only model."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        text = answer.read().decode()
-    names = {"rows": "batch_rows_sum", "batches": "batch_rows_count", "seconds": "batch_seconds_sum"}
-    return {key: float(re.search(rf"^trimtab_{name}\{{.*\}} (\S+)$", text, re.MULTILINE)[1]) for key, name in names.items()}
+        found = re.search(r"^trimtab_batch_cpu_seconds_total\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
 
 
-def measure(server: str, model: str, folder: pathlib.Path, peers: pathlib.Path, seconds: float) -> dict[str, float]:
+def compute_ratio(url: str, body: pathlib.Path, port: int, model: str, server: psutil.Process, bare: Bare) -> dict[str, float]:
+    """CPU time of computing a request in the instance, and in the bare executable for batches of the same sizes, in turns.
+
+    ``all_ms`` is all CPU time of the instance: to receive and to answer, too.
+    """
+    (instance,) = server.children()
+    turns = []
+    for _ in range(TURNS):
+        before, computed, used = batches_of(port, model), computing(port), cpu_seconds(instance)
+        load(url, body, CONNECTIONS, TURN_S)
+        after, computed, used = batches_of(port, model), computing(port) - computed, cpu_seconds(instance) - used
+        sizes = {rows: count - before.get(rows, 0) for rows, count in after.items() if count > before.get(rows, 0)}
+        rows = sum(size * count for size, count in sizes.items())
+        served = {"cpu_ms": 1e3 * computed / rows, "all_ms": 1e3 * used / rows, "rows": rows / sum(sizes.values())}
+        turns.append(served | {"bare_cpu_ms": bare.run(sizes, TURN_S)["cpu_ms"]})
+    return median([turn | {"cpu_ratio": turn["cpu_ms"] / turn["bare_cpu_ms"]} for turn in turns])
+
+
+def command_of(
+    server: str, model: str, folder: pathlib.Path, python: pathlib.Path, port: int
+) -> tuple[list[str], str, pathlib.Path]:
+    """The command of a server, its address, and the file with a request."""
+    if server == "trimtab":
+        words = [sys.executable, "-m", "trimtab", "serve", f"{model}={folder / 'artifact'}", "--no-grpc"]
+        words += ["--instances", "1", "--threads", "1", "--port", str(port)]
+        return words, f"http://127.0.0.1:{port}/v2/models/{model}/infer", folder / "trimtab.json"
+    onnx = "identity" if model == "identity" else str(folder / "artifact" / "model" / "model.onnx")
+    words = [str(python), str(HERE / "serving_peers.py"), server, onnx, str(port)]
+    if server == "triton":
+        return words, f"http://127.0.0.1:{port}/v2/models/model/infer", folder / "trimtab.json"
+    return words, f"http://127.0.0.1:{port}/predict", folder / "peer.json"
+
+
+def measure(
+    server: str, model: str, folder: pathlib.Path, python: pathlib.Path, seconds: float, bare: Bare
+) -> dict[str, float]:
     """The figures of one server in one round."""
     port = free_port()
-    url, body = f"http://127.0.0.1:{port}/predict", folder / "peer.json"
-    if server == "trimtab":
-        words = [
-            sys.executable,
-            "-m",
-            "trimtab",
-            "serve",
-            f"{model}={folder / 'artifact'}",
-            "--instances",
-            "1",
-            "--threads",
-            "1",
-        ]
-        words += ["--port", str(port), "--no-grpc"]
-        url, body = f"http://127.0.0.1:{port}/v2/models/{model}/infer", folder / "trimtab.json"
-    else:
-        onnx = "identity" if model == "identity" else str(folder / "artifact" / "model" / "model.onnx")
-        words = [str(peers), str(HERE / "serving_peers.py"), server, onnx, str(port)]
-    want = json.loads((folder / "want.json").read_text())
+    words, url, body = command_of(server, model, folder, python, port)
+    want, own = json.loads((folder / "want.json").read_text()), server == "trimtab"
     with serving(words, url, body, want, folder / f"{server}.log") as process:
-        load(url, body, CONNECTIONS, min(seconds, 1.0))
-        before = statistics_of(port, model) if server == "trimtab" else {}
+        load(url, body, CONNECTIONS, WARM_S)
         found = load(url, body, CONNECTIONS, seconds)
-        if server == "trimtab":
-            after = statistics_of(port, model)
-            rows, batches = after["rows"] - before["rows"], after["batches"] - before["batches"]
-            found |= {"compute_ms": 1e3 * (after["seconds"] - before["seconds"]) / rows, "rows": rows / batches}
-            found["lone_ms"] = load(url, body, 1, seconds)["p50_ms"]
-        found["idle"] = cpu_share(process, min(IDLE_S, seconds * 2))
+        if own and model == "mlp":
+            found |= compute_ratio(url, body, port, model, process, bare)
+        if own and model == "identity":
+            found["lone_ms"] = load(url, body, 1, seconds / 2)["p50_ms"]
+            start = cpu_seconds(process)
+            time.sleep(IDLE_S)
+            found["idle"] = (cpu_seconds(process) - start) / IDLE_S
     return found
 
 
-def median(rounds: list[dict[str, float]]) -> dict[str, float]:
+def median(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """The median of each figure."""
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
@@ -283,80 +364,113 @@ def verdicts(report: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
     found = list[tuple[str, float, str, bool]]()
 
     def say(text: str, value: float, limit: float, above: bool) -> None:
-        found.append(
-            (text, value, f"{'at least' if above else 'at most'} {limit:g}", value >= limit if above else value <= limit)
-        )
+        limits = f"{'at least' if above else 'at most'} {limit:g}"
+        found.append((text, value, limits, value >= limit if above else value <= limit))
 
     for model, servers in report.items():
         ours, loop = servers["trimtab"], servers["bare"]
         if model == "identity":
-            peers = {name: servers[name]["rps"] for name in PEERS if name in servers}
+            peers = {name: one["rps"] for name, one in servers.items() if name in PEERS}
             if "litserve" in peers:
-                say("identity: requests per second over LitServe's", ours["rps"] / peers["litserve"], 5.0, True)
+                say("identity, 32 connections: requests per second over LitServe's", ours["rps"] / peers["litserve"], 5.0, True)
             if peers:
-                say("identity: requests per second over the best peer's", ours["rps"] / max(peers.values()), 2.5, True)
-            say("identity: a lone client's latency above the bare call, ms", ours["lone_ms"] - 1e3 / loop["1"], 0.5, False)
-            say("identity: share of a CPU of the idle server", ours["idle"], 0.01, False)
-        if model == "minilm":
-            say("minilm: rows per second over the bare loop's at its best batch", ours["rps"] / max(loop.values()), 0.9, True)
-        if model == "mlp":
-            near = min(loop, key=lambda rows: abs(int(rows) - ours["rows"]))
+                best = max(peers, key=peers.__getitem__)
+                say(f"identity, 32 connections: requests per second over {best}'s", ours["rps"] / peers[best], 2.5, True)
             say(
-                f"mlp: compute per request over the bare one's at {near} rows",
-                ours["compute_ms"] * loop[near] / 1e3,
-                1.1,
-                False,
+                "identity, a lone client: median latency above the bare call, ms", ours["lone_ms"] - 1e3 / loop["1"], 0.5, False
             )
+            say("identity, no client: share of a CPU", ours["idle"], 0.01, False)
+        if model == "minilm":
+            best = max(loop, key=loop.__getitem__)
+            text = f"minilm, 32 connections: rows per second over the bare loop's at {best} rows"
+            say(text, ours["rps"] / loop[best], 0.9, True)
+        if model == "mlp":
+            text = f"mlp, 32 connections: CPU time of a request over the bare one's, {ours['rows']:.3g} rows a batch"
+            say(text, ours["cpu_ratio"], 1.1, False)
     return found
+
+
+def check(models: Sequence[str], pythons: Mapping[str, pathlib.Path], scratch: pathlib.Path) -> int:
+    """Start every server with every model, ask it for a second, and say which did not answer."""
+    failed = 0
+    for model in models:
+        folder = prepared(model, scratch)
+        for server in ("trimtab", *pythons):
+            start, port = time.monotonic(), free_port()
+            words, url, body = command_of(server, model, folder, pythons.get(server, pathlib.Path()), port)
+            try:
+                with serving(words, url, body, json.loads((folder / "want.json").read_text()), folder / f"{server}.log"):
+                    took, found = time.monotonic() - start, load(url, body, 4, 1.0)
+            except (RuntimeError, AssertionError) as error:
+                failed += 1
+                print(f"{model}: {server} FAILED: {error}", flush=True)
+                continue
+            print(f"{model}: {server} answers, {took:.1f} s after its start, {found['errors']:.0f} errors", flush=True)
+    return int(failed > 0)
+
+
+def prepared(model: str, scratch: pathlib.Path) -> pathlib.Path:
+    """The folder of a model, written by a process of its own."""
+    folder = scratch / model
+    folder.mkdir()
+    subprocess.run([sys.executable, __file__, "--prepare", model, str(folder)], check=True, stdout=subprocess.DEVNULL)
+    return folder
 
 
 def main() -> int:
     """Run the rounds, print the table and the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of 2 s on identity and mlp")
+    parser.add_argument("--check", action="store_true", help="measure nothing; see that every server starts and answers")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--peers", default=",".join(PEERS), help="which peers; empty: none")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each load; twice as many for minilm")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     parser.add_argument("--prepare", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--bare", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.prepare:
         prepare(given.prepare[0], pathlib.Path(given.prepare[1]))
         return 0
     if given.bare:
-        print(json.dumps(loops(pathlib.Path(given.bare[0]), float(given.bare[1]))))
+        bare_loop(pathlib.Path(given.bare))
         return 0
     if shutil.which("wrk") is None:
         sys.exit("This benchmark needs wrk: apt-get install wrk")
     models = ["identity", "mlp"] if given.quick else given.models.split(",")
     rounds, seconds = (1, 2.0) if given.quick else (given.rounds, given.seconds)
-    peers = [name for name in given.peers.split(",") if name]
-    python = environment_of_peers() if peers else pathlib.Path(sys.executable)
-    environment, report = Environment.capture(), dict[str, Any]()
+    pythons = peers_that_install([name for name in given.peers.split(",") if name])
+    environment, report, began = Environment.capture(), dict[str, Any](), time.monotonic()
     print(
         f"{environment.cpu}, {environment.usable_cores} CPUs; others use {others()}; {rounds} rounds of {seconds:g} s",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as scratch:
+        if given.check:
+            return check(models, pythons, pathlib.Path(scratch))
         for model in models:
-            folder = pathlib.Path(scratch) / model
-            folder.mkdir()
-            subprocess.run([sys.executable, __file__, "--prepare", model, str(folder)], check=True, stdout=subprocess.DEVNULL)
-            runs: dict[str, list[dict[str, float]]] = {name: [] for name in ("bare", "trimtab", *peers)}
-            for _ in range(rounds):
-                runs["bare"].append(bare(folder, seconds / 8))
-                for server in ("trimtab", *peers):
-                    runs[server].append(measure(server, model, folder, python, seconds))
+            folder = prepared(model, pathlib.Path(scratch))
+            runs: dict[str, list[dict[str, float]]] = {name: [] for name in ("bare", "trimtab", *pythons)}
+            with Bare(folder) as bare:
+                for _ in range(rounds):
+                    runs["bare"].append(bare.rates(seconds / 8))
+                    for server in ("trimtab", *pythons):
+                        long = seconds * 2 if model == "minilm" else seconds
+                        python = pythons.get(server, pathlib.Path())
+                        runs[server].append(measure(server, model, folder, python, long, bare))
             report[model] = {name: median(found) for name, found in runs.items()}
             show(model, report[model], runs)
-    checks = verdicts(report)
+    checks, took = verdicts(report), time.monotonic() - began
     for text, value, limit, kept in checks:
         print(f"{'met   ' if kept else 'MISSED'} {text}: {value:.3g} ({limit})")
+    print(
+        f"{sum(kept for *_, kept in checks)} of {len(checks)} targets met; medians of {rounds} rounds, {took / 60:.1f} minutes"
+    )
     if given.json:
         conditions = {"cpu": environment.cpu, "cores": environment.usable_cores, "rounds": rounds, "seconds": seconds}
-        write_json(given.json, {"conditions": conditions | {"packages": PACKAGES}, "models": report, "verdicts": checks})
+        conditions |= {"packages": [*PACKAGES, *TRITON_PACKAGES], "peers": list(pythons), "minutes": took / 60}
+        write_json(given.json, {"conditions": conditions, "models": report, "verdicts": checks})
     return 0 if all(kept for *_, kept in checks) else 1
 
 
@@ -369,13 +483,16 @@ def show(model: str, medians: dict[str, dict[str, float]], runs: dict[str, list[
         if name == "bare":
             continue
         rates = [one["rps"] for one in runs[name]]
-        more = ""
-        if name == "trimtab":
-            more = f", lone {found['lone_ms']:.2f} ms, {found['rows']:.1f} rows a batch, {found['compute_ms']:.3f} ms a row"
+        more = f", idle {found['idle']:.1%}" if "idle" in found else ""
+        more += f", lone {found['lone_ms']:.2f} ms" if "lone_ms" in found else ""
+        if "cpu_ms" in found:
+            more += (
+                f", CPU {found['cpu_ms']:.4f} ms a row, {found['rows']:.1f} rows a batch; bare {found['bare_cpu_ms']:.4f} ms"
+                f" (all of the instance {found['all_ms']:.4f} ms)"
+            )
         print(
             f"  {name:9} {found['rps']:8,.0f} requests/s ({min(rates):,.0f} to {max(rates):,.0f}), "
-            f"p50 {found['p50_ms']:7.2f} ms, p99 {found['p99_ms']:7.2f} ms, idle {found['idle']:.1%}, "
-            f"errors {found['errors']:.0f}{more}",
+            f"p50 {found['p50_ms']:7.2f} ms, p99 {found['p99_ms']:7.2f} ms, errors {found['errors']:.0f}{more}",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
 """An ONNX model behind another server, for ``benchmarks/serving.py``: ``python serving_peers.py KIND MODEL.onnx PORT``.
 
 Written as the tutorials of each server write it, with its own batching where it has one. Runs in the benchmark's own
-environment, which has no trimtab. Every server takes ``{"input name": nested list of one row, ...}`` and answers a list; one
-copy of the model, one thread.
+environment, which has no trimtab. Every server takes ``{"input name": nested list of one row, ...}`` and answers a list; Triton
+speaks the Open Inference Protocol. One copy of the model, one thread.
 """
 
 from __future__ import annotations
@@ -120,5 +120,42 @@ def ray(path: str, port: int) -> None:
         time.sleep(1)
 
 
+def triton(path: str, port: int) -> None:
+    """Triton with its Python backend and dynamic batching, by PyTriton."""
+    import socket
+
+    from pytriton.decorators import batch
+    from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
+    from pytriton.triton import Triton, TritonConfig
+
+    model = Model(path)
+    inputs, outputs = ([Tensor(name=name, dtype=np.float32, shape=(16,))] for name in ("input", "output"))
+    if model.session is not None:
+
+        def tensors(items: Any) -> list[Tensor]:
+            shapes = [tuple(size if isinstance(size, int) else -1 for size in item.shape[1:]) for item in items]
+            return [Tensor(name=one.name, dtype=TYPES[one.type], shape=shape) for one, shape in zip(items, shapes, strict=True)]
+
+        inputs, outputs = tensors(model.session.get_inputs()), tensors(model.session.get_outputs())
+
+    @batch
+    def infer(**arrays: np.ndarray) -> list[np.ndarray]:
+        return [arrays["input"]] if model.session is None else model.session.run(None, arrays)
+
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [listening.getsockname()[1] for listening in (one, other)]
+    config = TritonConfig(http_address="127.0.0.1", http_port=port, grpc_port=ports[0], metrics_port=ports[1])
+    with Triton(config=config) as server:
+        server.bind(
+            model_name="model",
+            infer_func=infer,
+            inputs=inputs,
+            outputs=outputs,
+            config=ModelConfig(max_batch_size=BATCH, batcher=DynamicBatcher(max_queue_delay_microseconds=0)),
+        )
+        server.serve()
+
+
 if __name__ == "__main__":
-    {"fastapi": fastapi, "litserve": litserve, "ray": ray}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    kinds = {"fastapi": fastapi, "litserve": litserve, "ray": ray, "triton": triton}
+    kinds[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

@@ -50,7 +50,7 @@ def main() -> None:
         if FAIL in x:
             answer = pack({"id": 0, "error": "The model failed: it was asked to.", "input": False})
         else:
-            answer = pack({"id": 0, "compute": 0.001, "shapes": [[rows, 2]]}, [[(2 * x).tobytes()]])
+            answer = pack({"id": 0, "compute": 0.001, "cpu": 0.001, "shapes": [[rows, 2]]}, [[(2 * x).tobytes()]])
         connection.sendall(b"".join(answer))
 
 

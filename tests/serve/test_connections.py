@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import uvicorn
 
 from trimtab.serve.front import HttpServer
 from trimtab.serve.http import connections
+from trimtab.serve.http.application import JSON, Application, Inference, Reply
 from trimtab.serve.http.connections import Connection, most_connections
 
 LARGE = 30_000_000
@@ -30,9 +31,40 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"x" * size})
 
 
+class Beside(Application):
+    """Answers around ASGI, a moment later, as many bytes as the path says."""
+
+    def __init__(self) -> None:
+        """Without a repository."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer what does not go around ASGI, such as a request that is sent before the last one was answered."""
+        await application(scope, receive, send)
+
+    def inference(self, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Inference | None:
+        """Every request is one to infer."""
+        return Inference([url.decode()], dict(headers))
+
+    def infer(self, inference: Inference, body: Any, reply: Callable[[Reply], None]) -> None:
+        """Answer."""
+        size = LARGE if inference.words == ["/large"] else 2
+        asyncio.get_running_loop().call_later(0.01, reply, Reply(200, JSON, [], [b"x" * size]))
+
+
+WAYS = pytest.mark.parametrize(
+    ("app", "asked"),
+    [
+        (application, b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"),
+        (Beside(), b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"),
+    ],
+    ids=["asgi", "beside"],
+)
+"""Requests through ASGI, and around it."""
+
+
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[tuple[int, uvicorn.Server]]:
-    config = uvicorn.Config(application, port=0, http=Connection, ws="none", lifespan="off", log_level="error")
+async def served(app: Any) -> AsyncIterator[tuple[int, uvicorn.Server]]:
+    config = uvicorn.Config(app, port=0, http=Connection, ws="none", lifespan="off", log_level="error", proxy_headers=False)
     server = HttpServer(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
@@ -43,9 +75,9 @@ async def served() -> AsyncIterator[tuple[int, uvicorn.Server]]:
         await task
 
 
-def run(use: Callable[[int, uvicorn.Server], Awaitable[None]]) -> None:
+def run(use: Callable[[int, uvicorn.Server], Awaitable[None]], app: Any = application) -> None:
     async def main() -> None:
-        async with served() as (port, server), asyncio.timeout(20):
+        async with served(app) as (port, server), asyncio.timeout(20):
             await use(port, server)
 
     asyncio.run(main())
@@ -102,10 +134,11 @@ def test_a_client_that_dribbles_is_cut_off_and_a_slow_one_in_time_is_not() -> No
     run(use)
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
+@WAYS
+def test_a_client_that_does_not_read_its_answer_is_cut_off(app: Any, asked: bytes) -> None:
     async def use(port: int, server: uvicorn.Server) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(asked % b"/large")
         while not server.server_state.connections:
             await asyncio.sleep(0.01)
         while server.server_state.connections:
@@ -116,13 +149,14 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         other.close()
 
-    run(use)
+    run(use, app)
 
 
-def test_pipelined_requests_are_answered_in_order_and_a_connection_lives_on() -> None:
+@WAYS
+def test_pipelined_requests_are_answered_in_order_and_a_connection_lives_on(app: Any, asked: bytes) -> None:
     async def use(port: int, server: uvicorn.Server) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        request = asked % b"/"
         writer.write(request * 3 + request[:9])
         for _ in range(3):
             assert (await reader.readuntil(b"\r\n\r\nxx")).startswith(b"HTTP/1.1 200")
@@ -133,7 +167,7 @@ def test_pipelined_requests_are_answered_in_order_and_a_connection_lives_on() ->
         assert (await reader.readuntil(b"\r\n\r\nxx")).startswith(b"HTTP/1.1 200")
         writer.close()
 
-    run(use)
+    run(use, app)
 
 
 def test_connections_beyond_the_limit_are_refused_and_taken_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +203,21 @@ def test_half_a_request_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch
         assert server.server_state.connections
 
     run(use)  # within the five seconds of served()
+
+
+@WAYS
+def test_a_connection_on_which_nothing_is_asked_is_closed_in_time(app: Any, asked: bytes) -> None:
+    async def use(port: int, server: uvicorn.Server) -> None:
+        server.config.timeout_keep_alive = 1
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):
+            writer.write(asked % b"/")
+            await reader.readuntil(b"xx")
+            await asyncio.sleep(0.6)  # twice as long as the limit together
+        assert await reader.read() == b""
+        writer.close()
+
+    run(use, app)
 
 
 def test_open_files_leave_room_for_instances() -> None:

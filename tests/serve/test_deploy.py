@@ -25,9 +25,11 @@ from trimtab.artifact.artifact import Artifact, load
 from trimtab.cli.main import app
 from trimtab.errors import UsageError
 from trimtab.serve import deploy
+from trimtab.serve.batcher import Answer
+from trimtab.serve.drift import InputDrift, OutputDrift
 from trimtab.serve.metrics import Figures, ModelMetrics, exposition
 from trimtab.serve.options import Options, read_options
-from trimtab.serve.protocol import request_id
+from trimtab.serve.protocol import TensorFormat, request_id
 from trimtab.serve.replica import Replica
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -114,6 +116,7 @@ def test_the_install_lines_of_an_image_give_a_server_without_torch(tmp_path: pat
 
 def test_the_written_flags_are_read_as_the_same_options(net: pathlib.Path) -> None:
     more = {"max_wait_s": 0.0025, "deadline_s": 90.0, "p99_s": 0.02, "memory_mb": 1500.0, "max_body_mb": 0.1, "trust": True}
+    more |= {"shadow": 0.01, "canary": 0.05, "canary_time_s": 30.0}
     options = Options(models={"net": net}, instances=2, queue=1_000_000, log_requests=True, **more)
     words = deploy.arguments(options)
     flags: dict[str, Any] = {"trust": words.pop(words.index("--trust")), "log_requests": words.pop()}
@@ -251,7 +254,11 @@ def test_the_command_writes_and_wants_a_folder(
 
 def test_the_dashboard_asks_for_metrics_and_labels_that_are_exported() -> None:
     metrics = ModelMetrics("net", "1")
-    metrics.answered(0.01, 0.001, 0.002)
+    metrics.answered(0.01, Answer([], [], queue_s=0.001, compute_s=0.002))
+    metrics.outputs, metrics.inputs = OutputDrift(["y"], [0.1]), InputDrift([TensorFormat.of("x", "float32", [1])], [None])
+    for number in range(2):
+        metrics.outputs.add([0.01 * number])
+        metrics.inputs.add([bytes(4)])
     text = exposition(Figures(lambda: [(metrics, 0, [1])])).decode()
     exported = {
         found[1]: set(re.findall(r'(\w+)="', found[0])) for found in re.finditer(r"^(trimtab_\w+)\{.*", text, re.MULTILINE)

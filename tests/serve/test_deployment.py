@@ -62,21 +62,23 @@ def value(answer: Answer) -> float:
 async def outcome(deployment: Deployment, request: Call, timeout_s: float = 10) -> float | int:
     """The first value of the answer, or the status of the refusal."""
     try:
-        return value(await deployment.infer(request, timeout_s))
+        return value(await deployment.submit(request, timeout_s))
     except Refusal as refusal:
         return refusal.status
 
 
 def test_requests_join_while_the_instance_is_busy_and_each_gets_its_rows() -> None:
     async def use(deployment: Deployment) -> None:
-        first = asyncio.ensure_future(deployment.infer(call(SLOW), 10))
+        first = asyncio.ensure_future(deployment.submit(call(SLOW), 10))
         await asyncio.sleep(0)
-        rest = [asyncio.ensure_future(deployment.infer(call(n, rows=1 + n % 2), 10)) for n in range(1, 6)]
+        rest = [asyncio.ensure_future(deployment.submit(call(n, rows=1 + n % 2), 10)) for n in range(1, 6)]
         answers = await asyncio.gather(first, *rest)
         assert [value(answer) for answer in answers] == [2 * SLOW, 2, 4, 6, 8, 10]
         assert [answer.shapes for answer in answers[1:]] == [[[1 + n % 2, 2]] for n in range(1, 6)]
         assert [answer.batch_rows for answer in answers] == [1, 3, 3, 3, 3, 2]
-        assert deployment.metrics.rows.count == 4
+        found = deployment.metrics.statistics()
+        sizes = {one["batch_size"]: one["compute_infer"]["count"] for one in found["batch_stats"]}
+        assert (found["execution_count"], sizes) == (4, {1: 1, 2: 1, 3: 2})
 
     served(use)
 
@@ -84,10 +86,11 @@ def test_requests_join_while_the_instance_is_busy_and_each_gets_its_rows() -> No
 def test_a_lone_request_does_not_wait_and_max_wait_waits() -> None:
     async def use(deployment: Deployment) -> None:
         start = asyncio.get_running_loop().time()
-        a, b = await asyncio.gather(deployment.infer(call(1), 10), deployment.infer(call(2), 10))
+        a, b = await asyncio.gather(deployment.submit(call(1), 10), deployment.submit(call(2), 10))
         assert (a.batch_rows, b.batch_rows) == (2, 2)
         assert asyncio.get_running_loop().time() - start >= 0.05
-        four = await asyncio.gather(*[deployment.infer(call(1), 10) for _ in range(4)])  # full: no wait
+        assert a.queue_s == b.queue_s == 0 < b.wait_s <= a.wait_s  # the instance was free, and waited for a fuller batch
+        four = await asyncio.gather(*[deployment.submit(call(1), 10) for _ in range(4)])  # full: no wait
         assert [one.batch_rows for one in four] == [4] * 4
         assert all(one.queue_s < 0.05 for one in four)
 
@@ -102,7 +105,7 @@ def test_a_full_queue_refuses_and_a_deadline_ends_what_was_not_begun() -> None:
         waits = asyncio.ensure_future(outcome(deployment, call(2)))
         await asyncio.sleep(0)
         with pytest.raises(Refusal) as refused:
-            await deployment.infer(call(3), 10)
+            await deployment.submit(call(3), 10)
         assert (refused.value.status, refused.value.retry_after) == (503, 1)
         assert await asyncio.gather(busy, late, waits) == [2 * SLOW, 504, 4]
 
@@ -243,3 +246,4 @@ def test_a_p99_leaves_room_for_two_batches() -> None:
     assert choice(curve, None).rows == 64
     assert choice(curve, 0.05).rows == 8
     assert choice(curve, 0.001).rows == 1
+    assert choice(curve, None, "latency").rows == 8  # a batch of 8 takes twice as long as one row

@@ -18,6 +18,7 @@ from trimtab.core.measurement import Interval
 
 ROWS = np.random.default_rng(0).normal(size=(2, 16)).astype("f4")
 Open = Callable[..., Any]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +138,17 @@ def test_nothing_overflows_and_everything_can_be_read(open_page: Open, scheme: s
     page.evaluate((pathlib.Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8"))
     found = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']})")
     assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]] == []
+
+
+def test_the_script_of_the_documentation_takes_a_picture(
+    browser: Any, server: Server, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "IMAGES", tmp_path)
+    monkeypatch.setattr(script, "LOAD_S", 0.2)
+    picture = script.shoot_server(browser, f"http://127.0.0.1:{server.port}/", "serving-phone")
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from _serving import Server
+from _serving import Server, write
 
 ROOT = pathlib.Path(__file__).parents[2]
 VARIABLES = {"$job": ".*", "$model": ".*", "$__rate_interval": "10s"}
@@ -41,9 +41,10 @@ def program() -> str:
 
 
 @pytest.fixture(scope="module")
-def server(net: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server")
-    with Server(folder / "log", str(net), "--instances", "1", "--threads", "1", "--batch", "8") as running:
+    made, flags = write(folder / "artifact", original=True), ["--instances", "1", "--threads", "1", "--batch", "8"]
+    with Server(folder / "log", str(made.path), *flags, "--shadow", "100%") as running:
         yield running
 
 

@@ -27,7 +27,8 @@ def serve_command(
     max_wait: Annotated[str | None, typer.Option(help="How long a free instance waits for a fuller batch [0].")] = None,
     queue: Annotated[int | None, typer.Option(help="Most requests that wait for one model; others get 503 [256].")] = None,
     deadline: Annotated[str | None, typer.Option(help="Longest time in the queue; then 504 [30s].")] = None,
-    p99: Annotated[str | None, typer.Option(help="Limit that the measurement at the start keeps.")] = None,
+    objective: Annotated[str | None, typer.Option(help="What is measured for: throughput, or latency [throughput].")] = None,
+    p99: Annotated[str | None, typer.Option(help="Limit on throughput that the measurement at the start keeps.")] = None,
     memory: Annotated[str | None, typer.Option(help="Most memory of the instances of one model.")] = None,
     max_body: Annotated[str | None, typer.Option(help="Largest body of a request; larger ones get 413 [64MB].")] = None,
     shadow: Annotated[
@@ -76,11 +77,11 @@ def serve_command(
       trimtab serve runs/digits/artifact --write docker --out image
     """
     flags: dict[str, Any] = {
-        **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue},
-        **{"deadline": deadline, "max_body": max_body, "p99": p99, "memory": memory, "host": host, "port": port},
+        **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue, "watch": watch},
+        **{"deadline": deadline, "max_body": max_body, "objective": objective, "p99": p99, "memory": memory, "device": device},
         **{"shadow": shadow, "shadow_from": shadow_from or None, "canary": canary, "canary_time": canary_time},
-        **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "grpc_port": grpc_port, "no_grpc": no_grpc},
-        **{"token_file": token_file, "log_requests": log_requests, "watch": watch, "device": device},
+        **{"host": host, "port": port, "grpc_port": grpc_port, "no_grpc": no_grpc, "token_file": token_file},
+        **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "log_requests": log_requests},
     }
     options = late("serve.options").read_options(artifacts or [], flags, config)
     for package in PACKAGES:

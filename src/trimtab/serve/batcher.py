@@ -18,13 +18,16 @@ class Answer:
     tensors: list[Bytes]
     shapes: list[list[int]]
     queue_s: float = 0.0
+    """While all instances were busy."""
+    wait_s: float = 0.0
+    """While an instance was free and waited for a fuller batch, which only ``--max-wait`` makes it do."""
     compute_s: float = 0.0
     batch_rows: int = 1
 
     def facts(self) -> dict[str, float]:
         """What a log of requests tells; times in milliseconds."""
-        queue, compute = (round(seconds * 1e3, 3) for seconds in (self.queue_s, self.compute_s))
-        return {"queue_ms": queue, "compute_ms": compute, "batch_rows": self.batch_rows}
+        queue, wait, compute = (round(seconds * 1e3, 3) for seconds in (self.queue_s, self.wait_s, self.compute_s))
+        return {"queue_ms": queue, "batch_wait_ms": wait, "compute_ms": compute, "batch_rows": self.batch_rows}
 
 
 @dataclasses.dataclass(slots=True, eq=False)

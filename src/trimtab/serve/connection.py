@@ -52,7 +52,9 @@ class Instance(asyncio.Protocol):
         self.state: State = "starting"
         self.batch: list[Item] = []
         self.since = 0.0
-        """Time at which the batch was sent."""
+        """Time at which the batch was sent, or at which an instance without a batch became free."""
+        self.free_s = 0.0
+        """How long it was free before it got its batch."""
         self.description: dict[str, Any] = {}
         self._reader, self._on_reply, self._on_close = Reader(), on_reply, on_close
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,7 +105,7 @@ class Instance(asyncio.Protocol):
 
     def send(self, batch: list[Item], now: float) -> None:
         """Send ``batch``, joined along the first axis."""
-        self.batch, self.since = batch, now
+        self.batch, self.free_s, self.since = batch, now - self.since, now
         shapes = [list(shape) for shape in batch[0].call.shapes]
         parts: list[Sequence[Bytes]] = [[tensor] for tensor in batch[0].call.tensors]
         if len(batch) > 1:
@@ -172,6 +174,7 @@ class Instance(asyncio.Protocol):
         for head, body in self._reader.feed(data):
             if "ready" in head:
                 self.description, self.state = head["ready"], "ready"
+                self.since = asyncio.get_running_loop().time()
                 self._ready.set_result(None)
             elif "refused" in head:
                 self._ready.set_exception(StartError(head["refused"], head["message"]))

@@ -25,7 +25,7 @@ from trimtab.artifact.artifact import Artifact, open_artifact
 from trimtab.errors import UsageError
 from trimtab.serve import triton
 from trimtab.serve.instance.load import refuse_signature
-from trimtab.serve.options import Options
+from trimtab.serve.options import SHARES, Options
 
 KINDS = ("docker", "systemd", "kubernetes", "kserve", "triton", "ray")
 PACKAGES = {
@@ -44,7 +44,8 @@ TEMPLATES = {
     "ray": ("application.py", "serve.yaml"),
 }
 FLAGS = (
-    *("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "p99_s", "memory_mb", "max_body_mb", "watch_s"),
+    *("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "objective", "p99_s", "memory_mb", "max_body_mb"),
+    *("watch_s", "shadow", "canary", "canary_time_s"),
 )
 """Options that are written if they differ from the default."""
 LOADING = {"onnxruntime": ("onnxruntime", "onnx"), "openvino": ("openvino",)}
@@ -98,6 +99,11 @@ def _refuse(options: Options) -> None:
             "--write does not take --token-file and TLS files: a secret has no place in a written file. Write without them, "
             "mount the files, and add the options to the command in the written file."
         )
+    if options.shadow_from:
+        raise UsageError(
+            "--write does not take --shadow-from, as it does not copy the reference. Write without it, and add it to the "
+            "command in the written file."
+        )
     if options.port == 0 or options.grpc_port == 0:
         raise UsageError("--write needs fixed ports; port 0 is a free one of this machine. Give --port and --grpc-port.")
 
@@ -108,7 +114,13 @@ def arguments(options: Options) -> list[str]:
     for name in FLAGS:
         if (value := getattr(options, name)) == getattr(default, name):
             continue
-        text = f"{value * 1000:g}ms" if name.endswith("_s") else f"{value:.12g}{'MB' if name.endswith('_mb') else ''}"
+        if name.endswith("_s"):
+            text = f"{value * 1000:g}ms"
+        elif isinstance(value, str):
+            text = value
+        else:
+            unit = "MB" if name.endswith("_mb") else "%" if name in SHARES else ""
+            text = f"{100 * value if name in SHARES else value:.12g}{unit}"
         found += [f"--{re.sub('_(s|mb)$', '', name).replace('_', '-')}", "0" if text == "0ms" else text]
     return [*found, *(["--trust"] if options.trust else []), *(["--log-requests"] if options.log_requests else [])]
 

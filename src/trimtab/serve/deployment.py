@@ -117,12 +117,12 @@ class Deployment:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def infer(self, call: Call, timeout_s: float) -> Answer:
-        """Queue a request and wait for its answer.
+    def submit(self, call: Call, timeout_s: float) -> asyncio.Future[Answer]:
+        """Queue a request. The future gets its answer, or a ``Refusal``: 504 after ``timeout_s`` in the queue, 503 if the
+        version is stopped, 500 or 400 if the model fails on these inputs alone.
 
         Raises:
-            Refusal: 503 if the queue is full or the version is being stopped, 504 after ``timeout_s`` in the queue, 500
-                or 400 if the model fails on these inputs alone.
+            Refusal: 503 if the queue is full or the version is being stopped.
         """
         if self.stopping:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
@@ -135,13 +135,7 @@ class Deployment:
         if not self._pumping:  # once for all requests that arrived together, so that they share a batch
             self._pumping = True
             self._loop.call_soon(self._pump)
-        answer = await item.future
-        if self._shadow is not None and self._shadow.drawn():
-            self._loop.call_soon(self._shadow.compare, call, answer)  # after the answer has been written
-        if now >= self._next_look and self.metrics.inputs is not None:
-            self._next_look = now + LOOK_S
-            self._loop.call_soon(self.metrics.inputs.add, call.tensors)
-        return answer
+        return item.future
 
     def _pump(self) -> None:
         """Give batches to free instances."""
@@ -175,18 +169,28 @@ class Deployment:
         return [item for item in batch if not item.future.done()]
 
     def _on_reply(self, instance: Instance, head: dict[str, Any], body: memoryview) -> None:
-        batch, instance.batch = instance.batch, []
+        batch, instance.batch, now = instance.batch, [], self._loop.time()
+        wait_s, instance.since = instance.free_s if self.batcher.max_wait_s else 0.0, now
         self._pump()  # first, so that the instance computes while the answers are written
         if "error" in head:
             self._failed(batch, Refusal(400 if head["input"] else 500, head["error"]))
             return
         assert self.interface is not None
         compute_s, rows = head["compute"], sum([item.call.rows for item in batch])
-        self.metrics.batch(rows, compute_s)
+        self.metrics.batch(rows, compute_s, head["cpu"])
+        shadow = self._shadow
         for item, answer in zip(batch, _split(batch, self.interface, head["shapes"], body, rows), strict=True):
-            if not item.future.done():
-                answer.queue_s, answer.compute_s, answer.batch_rows = item.taken - item.arrived, compute_s, rows
-                item.future.set_result(answer)
+            if item.future.done():
+                continue
+            waited = item.taken - item.arrived
+            answer.wait_s = min(waited, wait_s)
+            answer.queue_s, answer.compute_s, answer.batch_rows = waited - answer.wait_s, compute_s, rows
+            item.future.set_result(answer)
+            if shadow is not None and shadow.drawn():
+                self._loop.call_soon(shadow.compare, item.call, answer)  # after the answer has been written
+        if now >= self._next_look and self.metrics.inputs is not None:
+            self._next_look = now + LOOK_S
+            self._loop.call_soon(self.metrics.inputs.add, batch[0].call.tensors)
 
     def _failed(self, batch: list[Item], refusal: Refusal) -> None:
         """Answer a request that failed alone; try those of a batch once more, each alone."""

@@ -1,7 +1,7 @@
 """Frames between the front process and an instance: a JSON head and raw tensors, over a UNIX socket. Nothing is pickled.
 
-A frame is ``u32 length of the head, u64 length of the body, head, body``, little-endian. Tensors start at multiples of
-:data:`ALIGN` bytes in the body, so that the receiver can use them where they are.
+A frame is ``u32 length of the head, u64 length of the body, head, body``, little-endian. Body and tensors start at multiples of
+:data:`ALIGN` bytes, so that the receiver can use them where they are; the JSON of the head ends with spaces for that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import orjson
 
 PREFIX = struct.Struct("<IQ")
 ALIGN = 64
-_PADDING = bytes(ALIGN)
+_PADDING, _SPACES = bytes(ALIGN), b" " * ALIGN
 
 Bytes = bytes | bytearray | memoryview
 
@@ -30,6 +30,7 @@ def pack(head: dict[str, Any], parts: Sequence[Sequence[Bytes]] = ()) -> list[By
             body.append(_PADDING[:gap])
             total += gap
     text = orjson.dumps(head)
+    text += _SPACES[: -(PREFIX.size + len(text)) % ALIGN]
     return [PREFIX.pack(len(text), total), text, *body]
 
 
@@ -51,20 +52,25 @@ class Reader:
     """Cut received bytes into frames."""
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._chunks, self._size, self._wanted = list[Bytes](), 0, PREFIX.size
+        """What has arrived of a frame, and bytes from which on there is something to cut."""
 
     def feed(self, chunk: bytes) -> list[tuple[dict[str, Any], memoryview]]:
         """The frames that are complete with ``chunk``, as (head, body)."""
-        self._data += chunk
-        found, start = [], 0
-        while len(self._data) - start >= PREFIX.size:
-            head, body = PREFIX.unpack_from(self._data, start)
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size < self._wanted:
+            return []
+        data = memoryview(chunk if len(self._chunks) == 1 else b"".join(self._chunks))
+        found, start, self._wanted = [], 0, PREFIX.size
+        while len(data) - start >= PREFIX.size:
+            head, body = PREFIX.unpack_from(data, start)
             end = start + PREFIX.size + head + body
-            if len(self._data) < end:
+            if len(data) < end:
+                self._wanted = end - start
                 break
-            frame = memoryview(bytes(memoryview(self._data)[start + PREFIX.size : end]))
-            found.append((orjson.loads(frame[:head]), frame[head:]))
+            middle = start + PREFIX.size + head
+            found.append((orjson.loads(data[start + PREFIX.size : middle]), data[middle:end]))
             start = end
-        if start:
-            del self._data[:start]
+        self._chunks, self._size = [data[start:]] if start < len(data) else [], len(data) - start
         return found

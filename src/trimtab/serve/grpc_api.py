@@ -142,7 +142,7 @@ class Service:
         else:
             found = list(self._repository.deployments())
         statistics = [one.metrics.statistics() for one in found]
-        beside = ("batch_stats", "shadow", "input_drift")  # the last two are no part of the protocol's message
+        beside = ("shadow", "input_drift")  # no part of the protocol's message
         return {"model_stats": [{key: value for key, value in one.items() if key not in beside} for one in statistics]}
 
     async def _index(self, request: Any) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Service:
             chosen = [index_of(interface, output.name) for output in request.outputs] or range(len(interface.outputs))
             most = self._repository.options.deadline_s
             record.enters_queue()
-            answer = await deployment.infer(call, most if timeout is None else min(timeout, most))
+            answer = await deployment.submit(call, most if timeout is None else min(timeout, most))
             record.computed(answer)
         except Refusal as refusal:
             deployment.metrics.refused(refusal.status)
@@ -206,7 +206,7 @@ class Service:
             outputs=outputs,
             raw_output_contents=[bytes(answer.tensors[index]) for index in chosen],
         )
-        deployment.metrics.answered(time.perf_counter() - start, answer.queue_s, answer.compute_s)
+        deployment.metrics.answered(time.perf_counter() - start, answer)
         return found
 
 

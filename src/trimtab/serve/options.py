@@ -35,8 +35,11 @@ class Options:
     """Most requests that wait for one model."""
     deadline_s: float = 30.0
     """Longest time in the queue, unless a request asks for less."""
+    objective: str = "throughput"
+    """What the measurement at the start looks for: most rows per second (``throughput``), or the fastest answer to one request
+    (``latency``)."""
     p99_s: float | None = None
-    """Limit that the measurement at the start keeps: two batches must be computed within it."""
+    """Limit on throughput that the measurement keeps: two batches must be computed within it."""
     memory_mb: float | None = None
     """Most memory of the instances of one model."""
     max_body_mb: float = 64.0
@@ -70,6 +73,7 @@ UNITS = {
 COUNTS = {"instances": 1, "batch": 1, "threads": 1, "queue": 1, "port": 0, "grpc_port": 0}
 """Options that are whole numbers, and the smallest of each."""
 SHARES = ("shadow", "canary")
+CHOICES = {"objective": ("throughput", "latency")}
 TEXTS = ("host", "device", "token_file", "tls_cert", "tls_key")
 LISTS = ("shadow_from",)
 FLAGS = ("trust", "no_grpc", "log_requests")
@@ -87,9 +91,9 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     table = given.pop(TABLE, {})
     if not isinstance(table, dict) or not all(isinstance(path, str) for path in table.values()):
         raise UsageError(f"{config}: [models] holds lines such as digits = {EXAMPLE!r}.")
-    if unknown := sorted(set(given) - set(UNITS) - set(COUNTS) - set(SHARES) - set(TEXTS) - set(LISTS) - set(FLAGS)):
-        known = ", ".join(sorted([*UNITS, *COUNTS, *SHARES, *TEXTS, *LISTS, *FLAGS, TABLE]))
-        raise UsageError(f"{config}: there is no option {unknown[0]!r}. Known: {known}.")
+    known = {*UNITS, *COUNTS, *SHARES, *CHOICES, *TEXTS, *LISTS, *FLAGS}
+    if unknown := sorted(set(given) - known):
+        raise UsageError(f"{config}: there is no option {unknown[0]!r}. Known: {', '.join(sorted({*known, TABLE}))}.")
     given |= {name: value for name, value in flags.items() if value is not None and value is not False}
     words = [*models] if models else [f"{name}={path}" for name, path in table.items()]
     if not words:
@@ -106,6 +110,8 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     _refuse_device(given.pop("device", "cpu"), values["models"])
     for name, value in given.items():
         values |= _value(name, value)
+    if values.get("objective") == "latency" and "p99_s" in values:
+        raise UsageError("p99 limits the objective throughput, and objective is latency. Leave one of them out.")
     if values["shadow_from"] and "shadow" not in values:
         raise UsageError("shadow-from names a reference, but no request is compared with it. Give a share: --shadow 1%.")
     return Options(**values, **_secrets(files))
@@ -165,6 +171,8 @@ def _value(name: str, value: Any) -> dict[str, Any]:
         if not 0 < share <= 1:
             raise UsageError(f"{shown} is {value!r}; it is a share of the requests, as text, such as '1%'.")
         return {name: share}
+    if name in CHOICES and value not in CHOICES[name]:
+        raise UsageError(f"{shown} is {value!r}; it is {' or '.join(CHOICES[name])}.")
     if not isinstance(value, str) or not value:
         raise UsageError(f"{shown} is {value!r}; it is a text.")
     return {name: value}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import functools
 import math
 import random
 import re
@@ -25,6 +27,8 @@ DATATYPES: Final = {
 HEADER_LENGTH = "inference-header-content-length"
 """HTTP header: bytes of JSON at the start of a body whose tensors follow in binary."""
 MOST_DIMS = 64
+SHORT, LARGEST = 256, float(np.finfo("f4").max)
+"""Most values of a list that is read without numpy, whose calls cost more than they save there; and the largest FP32."""
 _IDS = random.Random()
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -115,13 +119,17 @@ class Interface:
         """The inputs as text: ``images: FP32[batch, 1, 8, 8]``."""
         return ", ".join(map(str, self.inputs))
 
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(wanted.name for wanted in self.inputs)
+
     def call(self, given: Mapping[str, tuple[str, Any, Any]]) -> Call:
         """Check a request. ``given``: name -> (datatype, shape, contents: bytes, or a list of JSON values).
 
         Raises:
             Refusal: 400, with the sentence that says what was expected.
         """
-        if unknown := given.keys() - {wanted.name for wanted in self.inputs}:
+        if unknown := given.keys() - self._names:
             raise Refusal(400, f"There is no input {min(unknown)!r}. The model takes {self.describe()}.")
         sizes: dict[str, int] = {}
         tensors, shapes = list[Bytes](), list[tuple[int, ...]]()
@@ -169,49 +177,62 @@ def _contents(wanted: TensorFormat, shape: tuple[int, ...], contents: Any) -> By
                 f"{count * wanted.itemsize}.",
             )
         return contents  # type: ignore[no-any-return]
-    array = _array(wanted, contents)
-    if array.size != count:
-        raise Refusal(400, f"Input {wanted.name!r} of shape {list(shape)} holds {array.size} values; {count} are needed.")
-    return array.tobytes()
+    if (packed := _short_floats(wanted, contents)) is not None and len(packed) == count:
+        return packed.tobytes()
+    found = _array(wanted, contents)
+    if found.size != count:
+        raise Refusal(400, f"Input {wanted.name!r} of shape {list(shape)} holds {found.size} values; {count} are needed.")
+    return found.tobytes()
+
+
+def _short_floats(wanted: TensorFormat, values: list[Any]) -> array.array[float] | None:
+    """A short, flat list of numbers that FP32 holds; ``None`` for others."""
+    if wanted.code != "f4" or not 0 < len(values) <= SHORT or type(values[0]) is bool:
+        return None
+    try:
+        packed = array.array("f", values)
+        return packed if min(values) >= -LARGEST and max(values) <= LARGEST else None
+    except (TypeError, OverflowError):  # nested, or no numbers
+        return None
 
 
 def _array(wanted: TensorFormat, values: list[Any]) -> npt.NDArray[Any]:
     """JSON values, flat or nested, as an array. Values that the datatype cannot hold are refused, never converted."""
     try:
-        array = np.array(values)
+        found = np.array(values)
     except (ValueError, OverflowError) as error:
         raise Refusal(400, f"The data of input {wanted.name!r} is no regular list of numbers.") from error
     kinds = {"BOOL": "b"}.get(wanted.datatype, "iu" if wanted.code[0] in "iu" and wanted.datatype != "BF16" else "iuf")
-    if array.dtype.kind not in kinds and array.size:
+    if found.dtype.kind not in kinds and found.size:
         raise Refusal(400, f"The data of input {wanted.name!r} does not hold values of {wanted.datatype} alone.")
     if wanted.code[0] == "f" or wanted.datatype == "BF16":
-        return _floats(wanted, array)
-    if wanted.code[0] in "iu" and array.size:
+        return _floats(wanted, found)
+    if wanted.code[0] in "iu" and found.size:
         info = np.iinfo(wanted.code)
-        if not info.min <= int(array.min()) <= int(array.max()) <= info.max:
+        if not info.min <= int(found.min()) <= int(found.max()) <= info.max:
             raise Refusal(400, f"The data of input {wanted.name!r} exceeds {wanted.datatype}, {info.min} to {info.max}.")
-    return array.astype(wanted.code)
+    return found.astype(wanted.code)
 
 
-def _floats(wanted: TensorFormat, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _floats(wanted: TensorFormat, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Finite numbers in the float format of the input. A number beyond the largest one is refused."""
     with np.errstate(over="ignore"):
         if wanted.datatype == "BF16":
-            found: npt.NDArray[Any] = _to_bf16(array.astype("f4"))
+            found: npt.NDArray[Any] = _to_bf16(values.astype("f4"))
             infinite = (found & 0x7FFF) == 0x7F80
         else:
-            found = array.astype(wanted.code)
+            found = values.astype(wanted.code)
             infinite = np.isinf(found)
     if infinite.any():
-        raise Refusal(400, f"The data of input {wanted.name!r} exceeds {wanted.datatype}: {array[infinite][0]:.6g}.")
+        raise Refusal(400, f"The data of input {wanted.name!r} exceeds {wanted.datatype}: {values[infinite][0]:.6g}.")
     return found
 
 
-def _to_bf16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+def _to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """The upper halves of float32 values, rounded to nearest even. NaN stays NaN."""
-    bits = array.view(np.uint32).astype(np.uint64)
+    bits = values.view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(array), 0x7FC0, rounded).astype(np.uint16)
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,5 +366,5 @@ def write_response(
 
 def values_of(form: TensorFormat, tensor: Bytes) -> npt.NDArray[Any]:
     """The values of a tensor as a flat array that JSON can hold; NaN and infinities become ``null`` there."""
-    array = np.frombuffer(tensor, dtype=form.code)
-    return (array.astype(np.uint32) << 16).view(np.float32) if form.datatype == "BF16" else array
+    found = np.frombuffer(tensor, dtype=form.code)
+    return (found.astype(np.uint32) << 16).view(np.float32) if form.datatype == "BF16" else found

@@ -75,10 +75,11 @@ class Tracer:
             span.set_status(trace.StatusCode.ERROR, record.facts.get("error"))
         if record.answer is not None:
             taken = min(record.queued + round(record.answer.queue_s * 1e9), record.answered)
+            sent = min(taken + round(record.answer.wait_s * 1e9), record.answered)
             self._child("queue", span, record.queued, taken)
             batch = self._child("batch", span, taken, record.answered)
-            rest = max(record.answered - taken - round(record.answer.compute_s * 1e9), 0) // 2
-            self._child("compute", batch, taken + rest, record.answered - rest)
+            rest = max(record.answered - sent - round(record.answer.compute_s * 1e9), 0) // 2
+            self._child("compute", batch, sent + rest, record.answered - rest)
         span.end()
 
     def _child(self, name: str, parent: Any, start: int, end: int) -> Any:

@@ -32,6 +32,8 @@ GAIN, WORSE = 1.05, 0.9
 SLOWEST_S = 0.25
 """Longest computation of one batch without a stated p99: a request waits for up to one batch before its own."""
 DEFAULT_ROWS = 16
+LONGER = 2.0
+"""For the objective latency, a batch takes at most this many times as long as one row: a request may wait for one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[
         curve += await _measured(layout, options, make, start + BUDGET_S, log)
     if not curve:
         raise StartError("UsageError", f"{path}: no layout fits into --memory {options.memory_mb} MB. Allow more.")
-    chosen = choice(curve, options.p99_s)
+    chosen = choice(curve, options.p99_s, options.objective)
     if can_be_pinned(chosen.instances, chosen.threads, cores):
         layout = Layout(chosen.instances, chosen.threads, pinned=True)
         pinned = await _measured(layout, dataclasses.replace(options, batch=chosen.rows), make, start + BUDGET_S, log)
@@ -176,11 +178,18 @@ async def _measured(layout: Layout, options: Options, make: Make, until: float, 
     return curve
 
 
-def choice(curve: Sequence[Point], p99_s: float | None) -> Point:
+def choice(curve: Sequence[Point], p99_s: float | None, objective: str = "throughput") -> Point:
     """The most rows per second whose batches are fast enough; the smallest batch among those that are about as good.
 
-    A request waits for at most one batch before its own, so that two batches must fit into ``p99_s``.
+    A request waits for at most one batch before its own, so that two batches must fit into ``p99_s``. For the objective
+    ``latency``, the layout that computes its smallest batch fastest, with the largest batch that takes about as long.
     """
+    if objective == "latency":
+        smallest = min(point.rows for point in curve)
+        first = min((point for point in curve if point.rows == smallest), key=lambda point: point.batch_s)
+        layout = (first.instances, first.threads, first.pinned)
+        alike = [point for point in curve if (point.instances, point.threads, point.pinned) == layout]
+        return max((point for point in alike if point.batch_s <= LONGER * first.batch_s), key=lambda point: point.rows)
     limit = SLOWEST_S if p99_s is None else p99_s / 2
     allowed = [point for point in curve if point.batch_s <= limit] or [min(curve, key=lambda point: point.batch_s)]
     best = max(point.rows_per_s for point in allowed)
@@ -201,7 +210,7 @@ def _fingerprint(path: pathlib.Path, options: Options, cores: int) -> str:
         manifest = (path / "manifest.json").read_bytes()
     except OSError:
         manifest = b""  # the instance says what is wrong
-    asked = (options.instances, options.threads, options.batch, options.p99_s, options.memory_mb)
+    asked = (options.instances, options.threads, options.batch, options.objective, options.p99_s, options.memory_mb)
     versions = [_version(name) for name in ("trimtab", "torch", "onnxruntime", "openvino")]
     facts = json.dumps([asked, cores, system.cpu_name(), versions, os.environ.get("OMP_WAIT_POLICY")])
     return hashlib.sha256(manifest + facts.encode()).hexdigest()[:32]

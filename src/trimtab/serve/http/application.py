@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import hmac
 import importlib.metadata
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+import urllib.parse
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import httptools
 import orjson
 
+from trimtab.serve.batcher import Answer
 from trimtab.serve.connection import StartError
+from trimtab.serve.deployment import Deployment
 from trimtab.serve.http.openapi import document, page, sign_in
 from trimtab.serve.metrics import Figures, exposition
-from trimtab.serve.protocol import HEADER_LENGTH, Bytes, Refusal, read_request, request_id, write_response
+from trimtab.serve.protocol import HEADER_LENGTH, Asked, Bytes, Refusal, read_request, request_id, write_response
 from trimtab.serve.repository import Repository
 from trimtab.serve.traces import Record, Tracer
 
@@ -24,16 +30,22 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON, TEXT, HTML = b"application/json", b"text/plain; version=0.0.4; charset=utf-8", b"text/html; charset=utf-8"
+BINARY = b"application/octet-stream"
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
-REQUEST_ID = b"x-request-id"
+REQUEST_ID, LENGTH = b"x-request-id", HEADER_LENGTH.encode()
 POLICY = (
     b"content-security-policy",
     b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 )
 """Header of pages: they load nothing from elsewhere, and no other page frames them."""
+FAILED = "The server failed on this request; its log has the reason."
 SMALL = 1 << 20
 """Most bytes of a body that holds no tensors."""
+UNUSUAL = frozenset([b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"])
+"""Headers with which an infer request goes through ASGI."""
+LONGEST_ROUTE = 512
+"""Bytes of a URL beyond which an infer request goes through ASGI; the words of shorter ones are remembered."""
 
 
 class Gone(Exception):
@@ -48,6 +60,47 @@ class WrongMethod(Refusal):
         self.allowed = allowed
 
 
+@dataclasses.dataclass(slots=True)
+class Reply:
+    """An HTTP answer: status, content type, further headers, and the parts of its body."""
+
+    status: int
+    kind: bytes
+    headers: list[Header]
+    parts: Sequence[Bytes]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body."""
+        return sum(map(len, self.parts))
+
+    def head(self) -> bytes:
+        """The lines of all headers."""
+        text = b"content-type: %b\r\ncontent-length: %d\r\n" % (self.kind, self.size)
+        for header in self.headers:
+            text += b"%b: %b\r\n" % header
+        return text
+
+
+@dataclasses.dataclass(slots=True)
+class Inference:
+    """The head of an infer request: words of the path after ``/v2/models``, and headers."""
+
+    words: Sequence[str]
+    headers: Mapping[bytes, bytes]
+
+
+@dataclasses.dataclass(slots=True)
+class Accepted:
+    """An infer request in the queue of a model."""
+
+    model: str
+    deployment: Deployment
+    asked: Asked
+    start: float
+    answer: asyncio.Future[Answer]
+
+
 class Application:
     """The ASGI application."""
 
@@ -58,6 +111,56 @@ class Application:
         self._most = int(options.max_body_mb * 1e6)
         self._token = None if options.token is None else f"Bearer {options.token}".encode()
         self._version = importlib.metadata.version("trimtab")
+        self._records = options.log_requests or tracer is not None
+
+    def inference(self, url: bytes, headers: Iterable[Header]) -> Inference | None:
+        """The head of an infer request that :meth:`infer` takes; ``None`` for one that goes through ASGI: it is refused before
+        its body is read, has an unusual header, or is logged or traced."""
+        words = _words_of_inference(url)
+        if words is None or self._records:
+            return None
+        found = dict(headers)
+        length = found.get(b"content-length")
+        if length is None or int(length) > self._most or not UNUSUAL.isdisjoint(found):
+            return None
+        if self._token is not None and not self._knows_token(found.get(b"authorization")):
+            return None
+        return Inference(words, found)
+
+    def infer(self, inference: Inference, body: Bytes, reply: Callable[[Reply], None]) -> None:
+        """Compute, and give the answer or the refusal to ``reply``, once."""
+        headers = inference.headers
+        given = headers.get(REQUEST_ID)
+        tag = (REQUEST_ID, request_id(None if given is None else given.decode("latin-1")).encode())
+
+        deployment: Deployment | None = None
+
+        def refuse(refusal: Refusal) -> None:
+            if deployment is not None:
+                deployment.metrics.refused(refusal.status)
+            reply(_refused(refusal, tag))
+
+        def computed(answer: asyncio.Future[Answer]) -> None:
+            try:
+                found = _answered(accepted, answer.result(), tag)
+            except Refusal as refusal:
+                refuse(refusal)
+            except Exception:
+                refuse(Refusal(500, FAILED))
+                raise  # to the event loop, which logs it
+            else:
+                reply(found)
+
+        try:
+            model, deployment = self._taking(inference.words)
+            accepted = self._accept(model, deployment, headers.get(LENGTH), body)
+        except Refusal as refusal:
+            refuse(refusal)
+        except Exception:
+            refuse(Refusal(500, FAILED))
+            raise
+        else:
+            accepted.answer.add_done_callback(computed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -85,65 +188,64 @@ class Application:
         try:
             words = scope["path"].split("/")[1:]
             self._authorize(scope, words)
-            if words[-1] == "infer" and words[:2] == ["v2", "models"]:
-                await self._infer(words[2:-1], scope, receive, send, record, tag)
-                return 200
-            status, body, kind = await self._other(words, scope, receive)
-            await _answer(send, status, [body], kind, [tag, POLICY] if kind is HTML else [tag])
-            return status
-        except Refusal as refusal:
-            extra = [tag] if refusal.retry_after is None else [tag, (b"retry-after", str(refusal.retry_after).encode())]
-            if refusal.status == 401:
-                extra.append((b"www-authenticate", b"Bearer"))
-            if isinstance(refusal, WrongMethod):
-                extra.append((b"allow", ", ".join(refusal.allowed).encode()))
-            if refusal.status == 401 and scope["path"] == "/" and b"text/html" in (_header(scope, b"accept") or b""):
-                await _answer(send, 401, [sign_in().encode()], HTML, [*extra, POLICY])
+            if _is_inference(words):
+                reply = await self._infer(words[2:-1], scope, receive, record, tag)
             else:
-                await _answer(send, refusal.status, [orjson.dumps({"error": refusal.sentence})], JSON, extra)
+                status, body, kind = await self._other(words, scope, receive)
+                reply = Reply(status, kind, [tag, POLICY] if kind is HTML else [tag], [body])
+        except Refusal as refusal:
+            reply = _refused(refusal, tag)
+            if refusal.status == 401 and scope["path"] == "/" and b"text/html" in (_header(scope, b"accept") or b""):
+                reply = dataclasses.replace(reply, kind=HTML, headers=[*reply.headers, POLICY], parts=[sign_in().encode()])
             record.facts["error"] = refusal.sentence
-            return refusal.status
         except Gone:
             return 499
+        headers = [(b"content-type", reply.kind), (b"content-length", b"%d" % reply.size), *reply.headers]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"".join(reply.parts)})
+        return reply.status
 
     def _authorize(self, scope: Scope, words: list[str]) -> None:
-        if self._token is None or words[:2] == ["v2", "health"]:
+        if self._token is None or words[:2] == ["v2", "health"] or self._knows_token(_header(scope, b"authorization")):
             return
-        if not hmac.compare_digest(_header(scope, b"authorization") or b"", self._token):
-            raise Refusal(401, "This server wants a token. Send the header Authorization: Bearer TOKEN.")
+        raise Refusal(401, "This server wants a token. Send the header Authorization: Bearer TOKEN.")
 
-    async def _infer(self, words: list[str], scope: Scope, receive: Receive, send: Send, record: Record, tag: Header) -> None:
+    def _knows_token(self, given: bytes | None) -> bool:
+        return self._token is not None and hmac.compare_digest(given or b"", self._token)
+
+    async def _infer(self, words: list[str], scope: Scope, receive: Receive, record: Record, tag: Header) -> Reply:
         _only(scope, "POST")
-        if self._repository.draining:
-            raise Refusal(503, "The server is stopping and takes no further requests.", 1)
-        model = self._repository.model(words[0])
-        deployment = model.taking(_version_in(words[1:]))
-        assert deployment.interface is not None
-        record.facts |= {"model": model.name, "version": deployment.metrics.version}
+        model, deployment = self._taking(words)
+        record.facts |= {"model": model, "version": deployment.metrics.version}
         try:
             if encoding := _header(scope, b"content-encoding"):
                 raise Refusal(
                     400, f"The content encoding {encoding.decode('latin-1')!r:.50} is not supported. Send the body as it is."
                 )
             body = await _body(scope, receive, self._most)
-            start = time.perf_counter()
-            length = _header(scope, HEADER_LENGTH.encode())
-            call, asked = read_request(body, None if length is None else length.decode("latin-1"), deployment.interface)
-            most = self._repository.options.deadline_s
             record.enters_queue()
-            answer = await deployment.infer(call, most if asked.timeout_s is None else min(asked.timeout_s, most))
+            accepted = self._accept(model, deployment, _header(scope, LENGTH), body)
+            answer = await accepted.answer
             record.computed(answer)
         except Refusal as refusal:
             deployment.metrics.refused(refusal.status)
             raise
-        head = {"model_name": model.name, "model_version": deployment.metrics.version}
-        parts, json_length = write_response(head, asked, deployment.interface.outputs, answer.tensors, answer.shapes)
-        deployment.metrics.answered(time.perf_counter() - start, answer.queue_s, answer.compute_s)
-        if json_length is None:
-            await _answer(send, 200, parts, JSON, [tag])
-        else:
-            length_header = (HEADER_LENGTH.encode(), str(json_length).encode())
-            await _answer(send, 200, parts, b"application/octet-stream", [tag, length_header])
+        return _answered(accepted, answer, tag)
+
+    def _taking(self, words: Sequence[str]) -> tuple[str, Deployment]:
+        """The name of a model, and its version that gets the next request."""
+        if self._repository.draining:
+            raise Refusal(503, "The server is stopping and takes no further requests.", 1)
+        model = self._repository.model(words[0])
+        return model.name, model.taking(_version_in(words[1:]))
+
+    def _accept(self, model: str, deployment: Deployment, length: bytes | None, body: Bytes) -> Accepted:
+        """Read an infer request, and queue it. ``length``: bytes of JSON at the start of the body, from the header."""
+        assert deployment.interface is not None
+        start, most = time.perf_counter(), self._repository.options.deadline_s
+        call, asked = read_request(body, None if length is None else length.decode("latin-1"), deployment.interface)
+        answer = deployment.submit(call, most if asked.timeout_s is None else min(asked.timeout_s, most))
+        return Accepted(model, deployment, asked, start, answer)
 
     async def _other(self, words: list[str], scope: Scope, receive: Receive) -> tuple[int, bytes, bytes]:
         """Status, body and content type of every route but infer."""
@@ -266,7 +368,7 @@ def configuration(repository: Repository, name: str, version: str | None = None)
     }
 
 
-def _version_in(words: list[str]) -> str | None:
+def _version_in(words: Sequence[str]) -> str | None:
     """The version in ``[]`` or ``["versions", V]``."""
     if not words:
         return None
@@ -331,8 +433,41 @@ async def _body(scope: Scope, receive: Receive, most: int) -> Bytes:
     raise Gone
 
 
-async def _answer(send: Send, status: int, parts: list[Bytes], kind: bytes, extra: Iterable[Header]) -> None:
-    body = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
-    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *extra]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _answered(accepted: Accepted, answer: Answer, tag: Header) -> Reply:
+    """The answer of a model, which is counted."""
+    deployment, asked = accepted.deployment, accepted.asked
+    assert deployment.interface is not None
+    head = {"model_name": accepted.model, "model_version": deployment.metrics.version}
+    parts, json_length = write_response(head, asked, deployment.interface.outputs, answer.tensors, answer.shapes)
+    deployment.metrics.answered(time.perf_counter() - accepted.start, answer)
+    if json_length is None:
+        return Reply(200, JSON, [tag], parts)
+    return Reply(200, BINARY, [tag, (LENGTH, b"%d" % json_length)], parts)
+
+
+def _refused(refusal: Refusal, tag: Header) -> Reply:
+    """The answer to a request that is refused."""
+    headers = [tag]
+    if refusal.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % refusal.retry_after))
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(refusal, WrongMethod):
+        headers.append((b"allow", ", ".join(refusal.allowed).encode()))
+    return Reply(refusal.status, JSON, headers, [orjson.dumps({"error": refusal.sentence})])
+
+
+def _words_of_inference(url: bytes) -> Sequence[str] | None:
+    """The words of a URL between ``/v2/models`` and ``/infer``: a model, and perhaps a version; ``None`` for other routes."""
+    return _known_words(url) if len(url) <= LONGEST_ROUTE else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_words(url: bytes) -> Sequence[str] | None:
+    path = httptools.parse_url(url).path
+    words = [] if path is None else urllib.parse.unquote(path.decode("ascii")).split("/")[1:]
+    return words[2:-1] if _is_inference(words) else None
+
+
+def _is_inference(words: Sequence[str]) -> bool:
+    return len(words) > 3 and words[-1] == "infer" and words[0] == "v2" and words[1] == "models"

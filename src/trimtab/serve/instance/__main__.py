@@ -33,14 +33,14 @@ def serve(connection: socket.socket, served: Served, shared: Sequence[SharedMemo
         if "rows" in head:
             send(connection, {"id": head["id"], "rate": served.rate(head["rows"], head["seconds"])})
             continue
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         try:
             outputs = served.call(served.arrays(room, head["shapes"]))
         except TrimtabError as error:
             send(connection, {"id": head["id"], "error": str(error), "input": isinstance(error, UsageError)})
             continue
-        took = time.perf_counter() - start
-        send(connection, {"id": head["id"], "compute": took, "shapes": [array.shape for array in outputs]}, outputs, answers)
+        took = {"compute": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        send(connection, {"id": head["id"], **took, "shapes": [array.shape for array in outputs]}, outputs, answers)
 
 
 def main(descriptor: int, settings: dict[str, Any]) -> None:

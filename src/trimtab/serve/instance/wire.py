@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import math
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from trimtab.core.signature import TensorSpec
-from trimtab.serve.frames import PREFIX, Bytes, aligned, pack
+from trimtab.serve.frames import ALIGN, PREFIX, Bytes, aligned, pack
 from trimtab.serve.protocol import DATATYPES
 from trimtab.serve.shared_memory import SHARED_BYTES, SharedMemory
 
 Array = npt.NDArray[Any]
+ROOM = 1 << 16
+"""Bytes that are received at once; and bytes up to which a frame is sent as one buffer."""
 
 
 def codes_of(specs: Iterable[TensorSpec]) -> list[np.dtype[Any]]:
@@ -28,9 +29,9 @@ def arrays_in(body: Array, shapes: Sequence[Sequence[int]], dtypes: Sequence[np.
     """The arrays in a received body, without copies."""
     found, offset = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
-        size = math.prod(shape) * dtype.itemsize
-        found.append(body[offset : offset + size].view(dtype).reshape(shape))
-        offset += aligned(size)
+        array: Array = np.ndarray(shape, dtype, body, offset)
+        found.append(array)
+        offset += aligned(array.nbytes)
     return found
 
 
@@ -47,6 +48,9 @@ def send(
     if shared is not None and sum(array.nbytes for array in arrays) >= SHARED_BYTES:
         head, parts = head | {"shared": shared.write(parts)}, []
     buffers = [part for part in pack(head, parts) if len(part)]
+    if sum(map(len, buffers)) <= ROOM:
+        connection.sendall(b"".join(buffers))
+        return
     while buffers:
         sent = connection.sendmsg(buffers[:512])
         while buffers and sent >= len(buffers[0]):
@@ -57,26 +61,34 @@ def send(
 
 def frames(connection: socket.socket, shared: SharedMemory | None = None) -> Iterator[tuple[dict[str, Any], Array]]:
     """Heads and bodies until the front process closes the connection. A body is valid until the next one is asked for."""
-    prefix, room = bytearray(PREFIX.size), np.empty(1 << 16, np.uint8)
-    while _receive(connection, memoryview(prefix)):
-        length, size = PREFIX.unpack(prefix)
-        text = bytearray(length)
-        if size > room.size:
-            room = np.empty(size, np.uint8)
-        if not _receive(connection, memoryview(text)) or not _receive(connection, room.data[:size]):
-            return
-        head = json.loads(text)
+    room, start, end = _room(ROOM), 0, 0
+    while True:
+        size = PREFIX.size
+        if end - start >= size:
+            length, rest = PREFIX.unpack_from(room.data, start)
+            size += length + rest
+        if end - start < size:
+            if start + size > room.size:  # the rest goes behind what is there, at the start
+                old, room = room[start:end], _room(max(size, ROOM))
+                room[: end - start] = old
+                start, end = 0, end - start
+            count = connection.recv_into(room.data[end:])
+            if not count:
+                return
+            end += count
+            continue
+        middle = start + PREFIX.size + length
+        head = orjson.loads(room.data[start + PREFIX.size : middle])
         if shared is not None and "shared" in head:
             yield head, np.frombuffer(shared.view(head["shared"]), np.uint8)
         else:
-            yield head, room
+            yield head, room[middle : start + size]
+        start += size
+        if start == end:
+            start = end = 0
 
 
-def _receive(connection: socket.socket, target: memoryview) -> bool:
-    """Fill ``target``; false if the other side has closed."""
-    while len(target):
-        count = connection.recv_into(target)
-        if not count:
-            return False
-        target = target[count:]
-    return True
+def _room(size: int) -> Array:
+    """Memory that starts at a multiple of :data:`ALIGN`."""
+    whole = np.empty(size + ALIGN, np.uint8)
+    return whole[-whole.ctypes.data % ALIGN :][:size]
