@@ -53,13 +53,12 @@ class Layout(Check):
             copied = time * sum(each.ms for each in copying) / total if total else 0.0
             if module.channels_last >= self.kept and copied >= self.copied:
                 found.append(self.lost(subject, module, copying, copied))
-        return [*([self.contiguous(subject, contiguous, time)] if contiguous else []), *found]
+        return [*([self.contiguous(contiguous, time)] if contiguous else []), *found]
 
-    def contiguous(self, record: ProbeRecord, modules: list[ModuleRecord], time: float) -> Finding:
+    def contiguous(self, modules: list[ModuleRecord], time: float) -> Finding:
         """The finding for models with contiguous weights, which one setting converts."""
         module = max(modules, key=lambda module: module.convolutions)
         more = f" (and {counted(len(modules) - 1, 'further module')})" if len(modules) > 1 else ""
-        saved = record.tried.get("channels_last")
         last = round(module.convolutions * module.channels_last)
         message = (
             f"{module.name}{more} has {counted(module.convolutions, 'convolution')}, {last} of them in channels_last, in "
@@ -68,11 +67,9 @@ class Layout(Check):
         return note(
             self,
             message,
-            evidence={"convolutions": module.convolutions, "in_channels_last": module.channels_last, "model_share": time}
-            | ({} if saved is None else {"saved_share": saved}),
+            evidence={"convolutions": module.convolutions, "in_channels_last": module.channels_last, "model_share": time},
             category="step",
             settings=ScriptSettings(channels_last=True),
-            share=None if saved is None else min(max(saved, 0.0), time),
         )
 
     def lost(self, record: ProbeRecord, module: ModuleRecord, copying: list[OperatorRecord], copied: float) -> Finding:

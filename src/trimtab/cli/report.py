@@ -35,7 +35,7 @@ def report_command(
     as_text: Annotated[bool, typer.Option("--text", help="Print the same in 40 lines.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print all that the report is made from as JSON.")] = False,
 ) -> int:
-    """Render a study as one HTML file that needs no network, or as text; of `trimtab tune` too.
+    """Render a study as one HTML file that needs no network, or as text.
 
     Example: trimtab report runs/digits --open
     """

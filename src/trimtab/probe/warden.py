@@ -160,7 +160,8 @@ def memory_left() -> float:
             limit, used = int(most.read()), int(now.read())
         with open(f"{group}.stat", encoding="ascii") as file:
             parts = dict(line.split() for line in file)
-        found.append(1 - (used - int(parts["inactive_file"])) / limit)
+        reclaimable = sum(int(parts[name]) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+        found.append(1 - (used - reclaimable) / limit)
     return min(found)
 
 

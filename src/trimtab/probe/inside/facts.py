@@ -370,17 +370,17 @@ def _equal(one: Any, other: Any) -> bool:
 
 def reduces() -> bool:
     """Whether a backward pass that begins now reduces gradients among ranks."""
-    return _ranks() > 1 and any(getattr(module, "require_backward_grad_sync", False) for _, module in modules.values())
+    return ranks() > 1 and any(getattr(module, "require_backward_grad_sync", False) for _, module in modules.values())
 
 
-def _ranks() -> int:
+def ranks() -> int:
     distributed: Any = torch.distributed
     return int(distributed.get_world_size()) if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _distributed() -> Json | None:
     distributed: Any = torch.distributed
-    if not _ranks():
+    if not ranks():
         return None
     names = [type(module).__name__ for _, module in modules.values()]
     kind = "ddp" if "DistributedDataParallel" in names else "data_parallel" if "DataParallel" in names else "none"
@@ -413,7 +413,7 @@ def _compilations(utils: Any, since: float) -> list[Json]:
 def compiles() -> bool:
     """Whether code was compiled, or gradients are reduced by hooks of autograd."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    return bool(_ranks() or (utils is not None and utils.counters.get("frames")))
+    return bool(ranks() or (utils is not None and utils.counters.get("frames")))
 
 
 def _recompiles() -> list[Json]:
@@ -427,13 +427,3 @@ def _recompiles() -> list[Json]:
     return (
         [{"breaks": breaks, "frames": {str(k): int(v) for k, v in frames.items()}, "seconds": float(seconds)}] if frames else []
     )
-
-
-def convolves() -> bool:
-    """Whether a module takes images in the contiguous layout, and its convolutions work in it."""
-    for number, module in modules.values():
-        layouts = _layouts.get(number, [])
-        weights = [part.weight for part in module.modules() if isinstance(part, nn.Conv2d)]
-        if layouts and not all(layouts) and weights and not all(map(_channels_last, weights)):
-            return True
-    return False

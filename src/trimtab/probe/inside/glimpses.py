@@ -11,43 +11,36 @@ from typing import Any
 from trimtab.probe.inside import facts, remedies
 from trimtab.probe.inside.plan import PLAN
 
+SETTING = "debug_off"
+"""What is tried: it changes neither the layout of a tensor nor what is compiled. Ranks of a distributed run try nothing:
+each would decide alone."""
 TURNS = (True, False, False, True)
 """Whether the setting is on."""
 STEPS = 4
-"""Of a turn. The first one is not counted: it converts, and its backward pass may be that of a graph from before."""
+"""Of a turn. The first one is not counted: its backward pass may be that of a graph from before."""
 MOST = 0.1
 """Share of the time limit of the run from which on a glimpse would take too long."""
 
 found: dict[str, float] = {}
 """Setting -> the share of a step that it saved; negative if steps took longer."""
-_waiting: list[str] = []
 _times: dict[bool, list[float]] = {}
 _count = 0
 
 
 def start(step_ms: float) -> bool:
-    """Begin with what fits the script; ``False`` if nothing does."""
+    """Begin, if the setting is on in the script and the steps are quick enough; else ``False``."""
     if step_ms * STEPS * len(TURNS) > 1000 * MOST * float(PLAN.get("seconds") or 60.0):
         return False
-    if "anomaly mode" in facts.flags():
-        _waiting.append("debug_off")
-    if facts.convolves():
-        _waiting.append("channels_last")
-    if _waiting:
-        _begin()
-    return bool(_waiting)
-
-
-def _begin() -> None:
-    global _count
-    _count = 0
+    if facts.ranks() > 1 or "anomaly mode" not in facts.flags():
+        return False
     _times.update({True: [], False: []})
     _switch(TURNS[0])
+    return True
 
 
 def _switch(on: bool) -> None:
     given: dict[str, Any] = PLAN.get("settings") or {}
-    remedies.apply({**given, _waiting[0]: True} if on else given)
+    remedies.apply({**given, SETTING: True} if on else given)
 
 
 def ended_step(ms: float, mixed: bool) -> bool:
@@ -61,11 +54,8 @@ def ended_step(ms: float, mixed: bool) -> bool:
         _switch(False)
         if all(_times.values()):
             on, off = statistics.median(_times[True]), statistics.median(_times[False])
-            found[_waiting[0]] = 1 - on / max(off, 1e-6)
-        _waiting.pop(0)
-        if not _waiting:
-            return True
-        _begin()
-    elif _count % STEPS == 0:
+            found[SETTING] = 1 - on / max(off, 1e-6)
+        return True
+    if _count % STEPS == 0:
         _switch(TURNS[_count // STEPS])
     return False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from trimtab.probe.inside import clock
 from trimtab.probe.inside.sites import Place, caller, is_script, place_of
@@ -47,7 +47,7 @@ def start(compiled: bool) -> bool:
     global _counting
     _counting = not compiled
     if _counting:
-        _mode.__enter__()  # type: ignore[no-untyped-call]  # the end of the process leaves it
+        _mode.__enter__()  # type: ignore[no-untyped-call]
     if sys.gettrace() is not None:
         return False
     for frame in _running():
@@ -71,6 +71,8 @@ def counted(function: Callable[[], Result], most: int) -> Result:
 def stop() -> None:
     """End counting."""
     global _counting
+    if _counting and _get_current_dispatch_mode() is _mode:
+        _mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     _counting = False
     sys.settrace(None)
     for frame in _running():

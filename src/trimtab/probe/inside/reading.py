@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from trimtab.probe.inside import audit, clock, hooks, line_counts, lines
-from trimtab.probe.inside.plan import IS_WORKER, PLAN, READING
+from trimtab.probe.inside.plan import PLAN, READING
 from trimtab.probe.inside.sites import Place, function_of, is_script, place_of, site, text_at
 
 TRACED = 2
@@ -36,14 +36,13 @@ places: dict[int, list[Any]] = {}
 
 def watch() -> None:
     """Time the reading of batches from now on."""
-    parent = -1 if IS_WORKER else os.getpid()
     worker: list[_Worker] = []
 
     def make(original: Any) -> Callable[..., Any]:
         def fetch(self: Any, index: Any) -> Any:
             number = id(self.dataset)
             many = isinstance(index, list | tuple)
-            if os.getpid() != parent:
+            if get_worker_info() is not None:
                 if not worker:
                     worker.append(_Worker(fetch.__code__))
                 return worker[0].read(lambda: original(self, index), self.dataset, len(index) if many else 1)
@@ -60,6 +59,15 @@ def watch() -> None:
 
     for fetcher in (_MapDatasetFetcher, _IterableDatasetFetcher):
         hooks.replace(fetcher, "fetch", make)
+
+
+def _first() -> bool:
+    """Whether no worker of this run has traced a batch before: workers are forked anew in each epoch."""
+    try:
+        os.close(os.open(os.path.join(PLAN["out"], "traced"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError:  # it exists; on a full disk nothing is traced
+        return False
+    return True
 
 
 class _Worker:
@@ -80,7 +88,7 @@ class _Worker:
         """The batch of ``fetch``; what it took is written."""
         self._batches += 1
         info = get_worker_info()
-        traced = self._batches == TRACED and (info is None or info.id == 0) and sys.gettrace() is None
+        traced = self._batches == TRACED and info is not None and info.id == 0 and sys.gettrace() is None and _first()
         start, opened, self._reads = perf_counter_ns(), audit.opened, True
         try:
             batch = line_counts.counted(fetch, MOST) if traced else fetch()

@@ -244,8 +244,8 @@ def _glimpse(of_key: list[Snapshot]) -> None:
     _counting, _glimpsing = False, True
     if rank() == 0:
         attempt(_write, False, "early")
-    usual = statistics.median(_ms(one, other) for one, other in itertools.pairwise(of_key[:_profiled_from]))
-    if _out_of_time or not glimpses.start(usual):
+    steps_ms = [_ms(one, other) for one, other in itertools.pairwise(of_key[:_profiled_from])]
+    if _out_of_time or not steps_ms or not glimpses.start(statistics.median(steps_ms)):
         finish(False)
 
 

@@ -223,8 +223,7 @@ class Application:
                     400, f"The content encoding {encoding.decode('latin-1')!r:.50} is not supported. Send the body as it is."
                 )
             body = await _body(scope, receive, self._most)
-            record.enters_queue()
-            accepted = self._accept(model, deployment, _header(scope, LENGTH), body)
+            accepted = self._accept(model, deployment, _header(scope, LENGTH), body, record)
             answer = await accepted.answer
             record.computed(answer)
         except Refusal as refusal:
@@ -239,11 +238,15 @@ class Application:
         model = self._repository.model(words[0])
         return model.name, model.taking(_version_in(words[1:]))
 
-    def _accept(self, model: str, deployment: Deployment, length: bytes | None, body: Bytes) -> Accepted:
+    def _accept(
+        self, model: str, deployment: Deployment, length: bytes | None, body: Bytes, record: Record | None = None
+    ) -> Accepted:
         """Read an infer request, and queue it. ``length``: bytes of JSON at the start of the body, from the header."""
         assert deployment.interface is not None
         start, most = time.perf_counter(), self._repository.options.deadline_s
         call, asked = read_request(body, None if length is None else length.decode("latin-1"), deployment.interface)
+        if record is not None:
+            record.enters_queue()
         answer = deployment.submit(call, most if asked.timeout_s is None else min(asked.timeout_s, most))
         return Accepted(model, deployment, asked, start, answer)
 

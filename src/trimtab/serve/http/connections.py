@@ -92,8 +92,9 @@ class Exchange(RequestResponseCycle):
         self.response_started = self.response_complete = True
         if self.disconnected or connection.direct.is_closing():
             return
-        head = b"%b%bconnection: close\r\n\r\n" if not self.keep_alive else b"%b%b\r\n"
-        connection.direct.writelines([head % (STATUS_LINE[reply.status], reply.head()), *reply.parts])
+        head = b"".join(b"%b: %b\r\n" % header for header in connection.server_state.default_headers) + reply.head()
+        head += b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        connection.direct.writelines([STATUS_LINE[reply.status] + head, *reply.parts])
         if not self.keep_alive:
             connection.direct.close()
         connection.on_exchange_complete()
