@@ -380,7 +380,7 @@ def test_what_a_graph_refuses_is_told_whole():
     assert wrong_graph(run, candidate, candidate.signature) == told
 
 
-def test_an_input_may_be_called_as_an_operator_is():
+def test_an_input_or_output_may_be_called_as_an_operator_is():
     class Joined(nn.Module):
         def forward(self, cat, mean):
             return torch.cat([cat, mean], 1).mean(1, keepdim=True) + cat
@@ -389,6 +389,16 @@ def test_an_input_may_be_called_as_an_operator_is():
     assert executable.notes == []
     cat, mean = torch.rand(2, 3), torch.rand(2, 3)
     torch.testing.assert_close(executable(cat, mean=mean), Joined()(cat, mean))
+    executable.close()
+
+    class Spread(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"mean": torch.relu(x).mean(1), "relu": x.mean(0) + x.std()}
+
+    executable = OnnxRuntime().compile(Candidate.of(Spread(), (torch.rand(2, 3),)))
+    assert list(executable.notes) == []
+    x = torch.rand(2, 3)
+    torch.testing.assert_close(executable(x), Spread()(x))
     executable.close()
 
 

@@ -70,6 +70,7 @@ def test_fresh_forgets_nothing_where_the_new_study_cannot_begin(body: str, optio
         "study.db": "trials",
         "workload.json": "whose",
         "artifact/manifest.json": "hours of work",
+        "record.json": '{"workload": "net"}',
         "net-report.html": "the verdict",
     }
     for name, text in kept.items():
@@ -80,7 +81,7 @@ def test_fresh_forgets_nothing_where_the_new_study_cannot_begin(body: str, optio
     assert isinstance(caught.value, StorageError if options else WorkloadError)
     assert {name: (tmp_path / "run" / name).read_text() for name in kept} == kept
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {".lock", "prepare", "study.db", "workload.json", "artifact", "net-report.html"}
+    assert left == {".lock", "prepare", "study.db", "workload.json", "artifact", "record.json", "net-report.html"}
 
 
 @pytest.mark.long

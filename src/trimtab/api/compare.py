@@ -153,7 +153,8 @@ def in_turns(
             found.append(timed)
             if len(found) == 1:
                 planned, most = count, MOST_STARTS if count > 1 else 1
-            if len(found) >= planned and narrow(found):
+            spent = len(found) * start_s(seconds, planned)
+            if len(found) >= planned and (narrow(found) or spent >= seconds):
                 break
     return pooled(found), sizes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -50,6 +51,8 @@ REQUESTS = 8
 """Independent requests in one timed call if throughput is the objective."""
 UNSAVED = "unsaved.json"
 """File in a trial's folder: the trial before its files were saved, in case saving crashes the process."""
+TABLE_S = 20.0
+"""Maximum expected seconds of a table of sensitivities that only the report shows."""
 SINGLES = 20
 SINGLES_S = 5.0
 """Seconds of unpaired single calls, which give the latency if throughput is the objective."""
@@ -134,7 +137,6 @@ def _pipeline(
         outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
     exact, most = recipe.exact, plan.limits.max_error
     figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
-    figures["sensitivity"] = _sensitivity(subject.candidate) if recipe.quantizes and subject.candidate.training else ()
     if not figures["parity"].ok:
         figures |= _with_blame(figures, recipe, subject.candidate)
         return State.MISMATCH, figures["parity"].reason
@@ -175,6 +177,8 @@ def _pipeline(
             final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
+    if recipe.quantizes and subject.candidate.training:
+        figures["sensitivity"] = _sensitivity(subject.candidate, TABLE_S)
     folder.mkdir(parents=True, exist_ok=True)
     so_far = {name: value for name, value in figures.items() if name != "traceback"}
     write_json(folder / UNSAVED, Trial(recipe=recipe, state=State.COMPLETE, **so_far))
@@ -190,10 +194,10 @@ def _pipeline(
     return State.COMPLETE, figures.get("cannot_ship")
 
 
-def _sensitivity(candidate: Candidate) -> tuple[tuple[str, float], ...]:
-    """The first layers of the table, most sensitive first; empty if none can be measured."""
+def _sensitivity(candidate: Candidate, most_s: float = math.inf) -> tuple[tuple[str, float], ...]:
+    """The first layers of the table, most sensitive first; empty if none can be measured, or not within ``most_s``."""
     with stage("sensitivity of each layer"):
-        return tuple(known_sensitivities(candidate).items())[:MOST_LAYERS]
+        return tuple(known_sensitivities(candidate, most_s).items())[:MOST_LAYERS]
 
 
 def _with_blame(figures: Mapping[str, Any], recipe: Recipe, candidate: Candidate) -> dict[str, Any]:

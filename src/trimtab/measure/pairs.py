@@ -43,7 +43,7 @@ doing anything obviously wrong!", 2009). No number of quads averages that out, s
 0.9% for most models on four machines, 2.5% for calls of a tenth of a millisecond, and 14% for a model whose large outputs were
 returned to the system after each call in some processes, and kept in others.
 """
-LEAD_S, LEAD_BLOCKS = 0.06, 3
+LEAD_S, LEAD_BLOCKS = 0.06, 4
 """Maximum seconds, and maximum number of its blocks, that a side runs unrecorded at the beginning of its turn.
 
 A runtime's threads spin for some milliseconds after its last call. The threads of the side that begins were asleep, and the

@@ -82,7 +82,7 @@ def compare_undisturbed(
         a, b, c, d = (_turn(sides[name], warm[name]) for name in ("candidate", "rival", "rival", "candidate"))
         quads.append((a, b, c, d))
         elapsed = time.perf_counter() - begun
-        if len(quads) >= min(FEWEST_QUADS, min_quads) and elapsed >= seconds:
+        if len(quads) >= FEWEST_QUADS and elapsed >= seconds:
             stopped = "time"
         elif len(quads) >= MOST_QUADS:
             stopped = "pairs"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pathlib
-import re
 
 from trimtab._internal.serialization import write_text
 from trimtab.errors import UsageError
 from trimtab.report.page import html
-from trimtab.study.record import Record
-
-REPORT = "-report.html"
-"""What the name of a report ends with, after the name of its workload."""
+from trimtab.study.record import Record, report_name
 
 
 def write(run_folder: pathlib.Path, out: pathlib.Path | None = None) -> pathlib.Path:
@@ -22,8 +18,7 @@ def write(run_folder: pathlib.Path, out: pathlib.Path | None = None) -> pathlib.
         StorageError: the study's record is damaged or of another version.
     """
     record = Record.read(run_folder)
-    name = re.sub(r"[^\w.-]+", "-", record.workload)
-    target = run_folder / f"{name}{REPORT}" if out is None else out
+    target = run_folder / report_name(record.workload) if out is None else out
     return keep(html(record, run_folder), target)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypedDict
 
@@ -227,6 +228,11 @@ class Record:
                 ) from error
             told = with_fix(shortened(str(error), 400), "The same optimize command writes it anew.")
             raise StorageError(f"{path} cannot be read: {told}") from error
+
+
+def report_name(workload: str) -> str:
+    """File name of the report of a study of the workload named ``workload``."""
+    return re.sub(r"[^\w.-]+", "-", workload) + "-report.html"
 
 
 def said_once(sentence: str, notes: Sequence[str]) -> list[str]:

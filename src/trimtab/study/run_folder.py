@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ from trimtab.execution.trial_runner import PREPARE, PREPARED, REFERENCE, RIVALS,
 from trimtab.study import confirmation_starts
 from trimtab.study.confirmation import CONFIRM_FOLDER
 from trimtab.study.final_selection import EXPLAIN
-from trimtab.study.record import OWNER, RECORD
+from trimtab.study.record import OWNER, RECORD, report_name
 from trimtab.study.result import ARTIFACT
 from trimtab.study.runoff import RUNOFF
 from trimtab.study.training import SETTINGS_FOLDER
@@ -47,8 +48,8 @@ ENTRIES = {
     *("study.db", "study.db-journal", "workload.pkl", f"{ARTIFACT}{SUFFIX}", "settings.json", SETTINGS_FOLDER),
 }
 """Files of a study in its run folder. Other files belong to the user."""
-LEFT = re.compile(r"\..*\.tmp|[\w.-]+-report\.html")
-"""Names of temporary files of killed processes, and of reports."""
+LEFT = re.compile(r"\..*\.tmp")
+"""Names of temporary files of killed processes."""
 FRESH, DONE = ".fresh.", ".done."
 """Prefixes of the folders with the old study: while a new one begins, and after that, until it is deleted."""
 
@@ -71,7 +72,8 @@ def starting_afresh(folder: pathlib.Path) -> Iterator[None]:
     Raises:
         UsageError: the folder has files that no study made.
     """
-    strange = sorted(path.name for path in folder.iterdir() if path.name not in ENTRIES and not LEFT.fullmatch(path.name))
+    own = {*ENTRIES, _report_in(folder)}
+    strange = sorted(path.name for path in folder.iterdir() if path.name not in own and not LEFT.fullmatch(path.name))
     if strange:
         raise UsageError(
             f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out (in "
@@ -89,6 +91,14 @@ def starting_afresh(folder: pathlib.Path) -> Iterator[None]:
     done = aside.with_name(aside.name.replace(FRESH, DONE, 1))
     aside.rename(done)  # from here on the old study is not restored
     shutil.rmtree(done, ignore_errors=True)
+
+
+def _report_in(folder: pathlib.Path) -> str | None:
+    """File name of the report of the study in ``folder``; ``None`` if there is no study, or its record is damaged."""
+    try:
+        return report_name(json.loads((folder / RECORD).read_text(encoding="utf-8"))["workload"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -91,17 +91,18 @@ def _export_dynamo(candidate: Candidate, path: pathlib.Path) -> None:
             verbose=False,
         )
     assert program is not None
-    _rename_clashes(program.model.graph, inputs)
+    _rename_clashes(program.model.graph, {*inputs, *outputs})
     if all(dim.min for dim in signature.dims):  # the pooling operator has no kernel for empty inputs
         _pool_means(program.model.graph)
     program.save(path, external_data=weight_bytes(candidate.model) > ONE_FILE_BYTES)
 
 
-def _rename_clashes(graph: Any, inputs: Sequence[str]) -> None:
-    """Rename node outputs that have the name of an input. The exporter names values after operators, and an input may be called
-    ``cat`` or ``mean`` too."""
+def _rename_clashes(graph: Any, names: Collection[str]) -> None:
+    """Rename inner values that have the name of an input or output. The exporter names values after operators, and an input may
+    be called ``cat`` or ``mean`` too."""
+    outer = {id(value) for value in graph.outputs}
     for value in (value for node in graph.all_nodes() for value in node.outputs):
-        if value.name in inputs:
+        if value.name in names and id(value) not in outer:
             value.name = f"{value.name}.inner"
 
 

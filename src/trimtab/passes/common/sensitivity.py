@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
+import math
 import pathlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +49,7 @@ def sensitivities(candidate: Candidate) -> dict[str, float]:
     Raises:
         CompileError: the model fails on the calibration inputs.
     """
-    path = None if candidate.scratch is None else candidate.scratch / FOLDER / f"{_key(candidate)}.json"
+    path = _path(candidate)
     if path is not None and (found := _read(path)) is not None:
         return found
     try:
@@ -76,12 +79,33 @@ def most_sensitive(candidate: Candidate, count: int, *, every: bool = False) -> 
     return tuple(names[:count])
 
 
-def known_sensitivities(candidate: Candidate) -> dict[str, float]:
-    """:func:`sensitivities` of the model with folded batch norms; empty if none can be measured."""
+def known_sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, float]:
+    """:func:`sensitivities` of the model with folded batch norms; empty if none can be measured, or if no table is kept and one
+    is expected to take longer than ``most_s``."""
     try:
-        return sensitivities(folded(candidate))
+        plain = folded(candidate)
+        path = _path(plain)
+        if most_s < math.inf and not (path is not None and path.exists()) and _expected_s(plain) > most_s:
+            return {}
+        return sensitivities(plain)
     except CompileError:
         return {}
+
+
+def _path(candidate: Candidate) -> pathlib.Path | None:
+    return None if candidate.scratch is None else candidate.scratch / FOLDER / f"{_key(candidate)}.json"
+
+
+def _expected_s(candidate: Candidate) -> float:
+    """Seconds that a table takes, by one call."""
+    begun = time.perf_counter()
+    try:
+        _outputs(dataclasses.replace(candidate, calibration=candidate.calibration[:1]), candidate.model)
+    except MODEL_ERRORS as error:
+        raise CompileError(f"The model fails on the calibration inputs: {error}") from error
+    kinds = (nn.modules.conv._ConvNd, nn.Linear, nn.RNNBase, *EMBEDDINGS)
+    layers = sum(isinstance(module, kinds) for module in candidate.model.modules())
+    return (time.perf_counter() - begun) * max(1, len(candidate.calibration[:MOST_CALLS])) * layers
 
 
 def blamed(table: Mapping[str, float]) -> str | None:

@@ -213,17 +213,17 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     steps = [step for step in search_space.compressing() if "auto" in facts.compress or step.name not in AUTO_ONLY]
     steps = sorted(steps, key=lambda step: step.name in AUTO_ONLY) if facts.tries("prune") else []
     steps += [PASSES["swap_activations"]()] if "activations" in facts.compress else []
-    trained: set[tuple[Pass, ...]] = set()
+    trained = _Trainings()
     plain = {trial.recipe.backend.name: trial for trial in _fastest(done, exact=True)}
     for fastest in _fastest(done):
         for base in (fastest, plain.get(fastest.recipe.backend.name, fastest)):
-            best, before = base, len(trained)
+            best, trained.missed = base, False
             for step in steps:
                 best = yield from _ratios(best, step, trained, done, facts)
             if facts.tries("distill"):
                 own = yield from _ratios(base, Student(), trained, done, facts)
                 best = max(best, own, key=_speed)
-            if best is not base or len(trained) == before:
+            if best is not base or not trained.missed:
                 break  # else in float, because rounding and smaller networks may lose too much together
         if best is not base:
             yield from _less_precise(base, best, done, facts)
@@ -233,8 +233,17 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         yield from (Ask("compressed", recipe) for recipe in trained_int8(base, done, facts.updates))
 
 
+@dataclasses.dataclass
+class _Trainings:
+    """The trainings asked for."""
+
+    passes: set[tuple[Pass, ...]] = dataclasses.field(default_factory=set)
+    missed: bool = False
+    """Whether a network on the present base missed the limit untrained, or could not be built."""
+
+
 def _ratios(
-    start: Trial, step: Pass, trained: set[tuple[Pass, ...]], done: Mapping[str, Trial], facts: SearchState
+    start: Trial, step: Pass, trained: _Trainings, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Trial]:
     """Ask for ``step`` at each ratio on top of ``start``, mildest first, as long as each keeps the limit and gains over the one
     before: untrained, and trained if it does not keep the limit untrained. Returns the fastest trial that keeps the limit.
@@ -247,10 +256,11 @@ def _ratios(
 
     def affordable(passes: tuple[Pass, ...]) -> bool:
         """Whether the training is among the first ones; it then counts."""
-        names = [part.name for part in passes]
-        if passes not in trained and sum(names == [part.name for part in each] for each in trained) >= facts.trainings:
+        trained.missed, names = True, [part.name for part in passes]
+        asked = trained.passes
+        if passes not in asked and sum(names == [part.name for part in each] for each in asked) >= facts.trainings:
             return False
-        trained.add(passes)
+        asked.add(passes)
         return True
 
     for smaller in _smaller(step):
@@ -261,7 +271,7 @@ def _ratios(
             yield Ask("compressed", untrained)
             timed = done[untrained.hash]
             if timed.state in (State.FAILED, State.SKIPPED):
-                failures += 1
+                failures, trained.missed = failures + 1, True
                 if failures == 2 or timed.state is State.SKIPPED:
                     break
                 continue
@@ -329,7 +339,8 @@ def _fastest(done: Mapping[str, Trial], *, exact: bool = False) -> list[Trial]:
     they would look slow."""
     found: dict[str, Trial] = {}
     for trial in done.values():
-        whole = holds(trial) and not trial.recipe.compresses and trial.speedup is not None and (trial.recipe.exact or not exact)
+        keeps = trial.state is State.COMPLETE if trial.recipe.exact else holds(trial) and not exact
+        whole = keeps and not trial.recipe.compresses and trial.speedup is not None
         if whole and (trial.size_mb is not None or trial.recipe.backend.name == "eager"):
             found[trial.recipe.backend.name] = max(found.get(trial.recipe.backend.name, trial), trial, key=_speed)
     order = sorted(found.values(), key=_speed, reverse=True)

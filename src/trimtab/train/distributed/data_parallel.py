@@ -131,7 +131,8 @@ class DataParallelGroup(Group):
 
     @torch.no_grad()
     def average_gradients(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
-        """Average the gradients of ``parameters`` over all processes, in place; returns the sum of ``weight`` over them.
+        """Average the gradients of ``parameters`` over all processes, in place; returns the sum of ``weight`` over them. A
+        process that only keeps step sends zeros, whatever its gradients are.
 
         Raises:
             WorkloadError: another process is not at the same step, or a gradient is sparse.
@@ -145,7 +146,7 @@ class DataParallelGroup(Group):
             some = [p for p in parameters if (p.dtype, p.device) == kind]
             if any(p.grad is not None and p.grad.is_sparse for p in some):
                 raise WorkloadError(_SPARSE.format("an embedding"))
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in some]
+            grads = [torch.zeros_like(p) if p.grad is None or not self.counts else p.grad for p in some]
             present = torch.tensor([float(p.grad is not None) for p in some]).to(some[0])
             flat = torch.cat([*map(flattened, grads, some), present])
             dist.all_reduce(flat, group=self.data)

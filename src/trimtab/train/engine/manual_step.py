@@ -56,6 +56,8 @@ class ManualStep(Step):
         self._examples = 1
         self._done = Update(torch.zeros(()), torch.zeros(()), None, applied=True)
         self._stepped: set[str] = set()
+        self._unscaled = False
+        """Whether float16's scaler has seen gradients of this update."""
         self._manual = ManualRun(model, self.optimizers, self)
 
     def __call__(self, batches: Sequence[Batch], run: Run | None = None) -> Update:
@@ -66,6 +68,7 @@ class ManualStep(Step):
         self._run, self.update, self._count = run, run.context.position.update, len(batches)
         self._totals.clear()
         self._stepped.clear()
+        self._unscaled = False
         self._made += 1
         discard(self._parameters)
         self._done = Update(torch.zeros(()), torch.zeros((), device=run.context.device), None, applied=True)
@@ -74,11 +77,14 @@ class ManualStep(Step):
         with self.world.driven(), STEP:
             if self._typical is None and self.world.size > 1:
                 self._typical = self.world.average(max(map(examples, batches)))
+            idle = None if self.world.counts else self._kept_buffers()
             for index, batch in enumerate(batches):
                 loss, weight = self._driven(batch, last=index == len(batches) - 1)
                 losses.append(loss)
                 weights.append(weight if self.world.counts else 0.0)
-            if self._stepped and self._scales:
+            if idle is not None:
+                idle.put_back()
+            if self._unscaled and self._scales:
                 self._adapt_scale(self._done)
         if not self.world.used:  # a signal ended the loaders of all processes: this update does not count
             discard(self._parameters)
@@ -188,6 +194,7 @@ class ManualStep(Step):
             if not total:  # of no process do the gradients count
                 return False
         self.scaler.unscale_(optimizer)
+        self._unscaled = True
         grads = gradients_of(parameters)
         self._unweight(grads, total if self._weighted_losses else None)
         if self.hooks is not None:

@@ -211,6 +211,11 @@ def check_manual(objective: LossAdapter, settings: Settings, world: World) -> No
         "distributed.communication": settings.distributed.communication,
         "data.exact_batchnorm": settings.data.exact_batchnorm,
     }
+    if world.processes > 1 and world.shared and settings.distributed.sharding == "replicate":
+        raise UsageError(
+            "loss is a function that drives, and the model is spread over a device mesh, whose processes exchange gradients in "
+            f"the backward pass. Give loss(model, batch) and optimizers by name. {PAGE}"
+        )
     if world.processes > 1 and (inside := {name: value for name, value in exchanged.items() if value}):
         raise UsageError(
             f"loss is a function that drives, whose gradients {world.processes} processes exchange in run.step, and Settings "
