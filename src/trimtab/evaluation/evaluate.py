@@ -177,8 +177,7 @@ def _pipeline(
             final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
-    if recipe.quantizes and subject.candidate.training:
-        figures["sensitivity"] = _sensitivity(subject.candidate, TABLE_S)
+    figures["sensitivity"] = _sensitivity(subject.candidate, TABLE_S if recipe.quantizes and subject.candidate.training else 0)
     folder.mkdir(parents=True, exist_ok=True)
     so_far = {name: value for name, value in figures.items() if name != "traceback"}
     write_json(folder / UNSAVED, Trial(recipe=recipe, state=State.COMPLETE, **so_far))
@@ -196,6 +195,8 @@ def _pipeline(
 
 def _sensitivity(candidate: Candidate, most_s: float = math.inf) -> tuple[tuple[str, float], ...]:
     """The first layers of the table, most sensitive first; empty if none can be measured, or not within ``most_s``."""
+    if not most_s:
+        return ()
     with stage("sensitivity of each layer"):
         return tuple(known_sensitivities(candidate, most_s).items())[:MOST_LAYERS]
 

@@ -239,7 +239,7 @@ class _Trainings:
 
     passes: set[tuple[Pass, ...]] = dataclasses.field(default_factory=set)
     missed: bool = False
-    """Whether a network on the present base missed the limit untrained, or could not be built."""
+    """Whether a network on the present base missed the limit untrained."""
 
 
 def _ratios(
@@ -271,7 +271,7 @@ def _ratios(
             yield Ask("compressed", untrained)
             timed = done[untrained.hash]
             if timed.state in (State.FAILED, State.SKIPPED):
-                failures, trained.missed = failures + 1, True
+                failures += 1
                 if failures == 2 or timed.state is State.SKIPPED:
                     break
                 continue
