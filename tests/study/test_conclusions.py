@@ -21,7 +21,7 @@ from trimtab.backends.eager import Eager
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
 from trimtab.core.limits import Limits
-from trimtab.core.measurement import Drop, Interval, Measurement, Parity
+from trimtab.core.measurement import Comparison, Drop, Interval, Measurement, Parity
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.errors import UsageError, WorkloadError
@@ -275,6 +275,29 @@ def test_the_verdict_says_what_errors_are_relative_to(monkeypatch) -> None:
         "; its score improves by 1.100% (drops by 1.000% at most).",
         "; its score drops by 0.500% (at most 1.000%).",
     ]
+
+
+@pytest.mark.parametrize(
+    ("slowed", "words"), [(0.0, "."), (0.78, ", and the cores were slower than usual for 78% of the time.")]
+)
+def test_a_wide_interval_above_one_has_a_figure_and_what_disturbed_it(slowed: float, words: str) -> None:
+    one, ratio = latency(1.0), Interval(14.0, 9.55, 19.48)
+    comparison = Comparison(
+        ratio=ratio,
+        sampling=ratio,
+        pairs=100,
+        candidate=one,
+        rival=one,
+        foreign=0.04,
+        stolen=0.03,
+        slowed=slowed,
+        starts=12,
+    )
+    study: Any = types.SimpleNamespace(thread_limit=None)
+    found = conclusions._measured(study, Confirmation(recipe=ORT, ok=True, speedup=ratio, comparison=comparison))
+    assert f"{found}." == (
+        f"at least 9.55x as fast as written (95% interval 9.55 to 19.48), as things are: others used 7% of the CPUs{words}"
+    )
 
 
 def test_what_cannot_ship_is_never_what_would_do() -> None:

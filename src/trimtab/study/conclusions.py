@@ -74,12 +74,11 @@ def _measured(study: Study, found: Confirmation) -> str:
     assert found.speedup is not None
     if study.thread_limit is not None:
         return f"{speed(found.speedup)}, with one thread each"
-    if found.comparison is not None and found.comparison.sampling is not None and found.speedup.vague:
-        return (
-            f"faster than as written as things are; by how much could not be measured, because others used "
-            f"{found.comparison.foreign + found.comparison.stolen:.0%} of the CPUs (95% interval {found.speedup.bounds()})"
-        )
-    return speed(found.speedup)
+    timed = found.comparison
+    if timed is None or timed.sampling is None or not found.speedup.vague:
+        return speed(found.speedup)
+    slow = f", and the cores were slower than usual for {timed.slowed:.0%} of the time" if timed.slowed > QUIET else ""
+    return f"{speed(found.speedup)}, as things are: others used {timed.foreign + timed.stolen:.0%} of the CPUs{slow}"
 
 
 def _cost(study: Study, found: Best) -> str:
