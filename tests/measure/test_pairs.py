@@ -379,6 +379,15 @@ def test_an_unlucky_start_widens_the_interval_and_does_not_move_the_figure() -> 
     assert unlucky.width > 0.3
 
 
+def test_a_fifth_of_the_processes_at_another_speed_do_not_widen_the_interval() -> None:
+    ratios = [13.3, 13.5, 19.2, 13.4, 13.2, 13.6, 130.0, 13.4, 13.3, 13.5, 13.4, 13.4]
+    found = pooled([start_of(ratio, half=0.01) for ratio in ratios]).ratio
+    assert found.value == pytest.approx(13.4)
+    assert 12.9 < found.low < 13.4 < found.high < 14.2
+    half = pooled([start_of(ratio, half=0.01) for ratio in (13.4, 19.2) * 6]).ratio
+    assert half.low < 13.5 < 19.1 < half.high
+
+
 def test_the_interval_of_starts_holds_as_often_as_it_says() -> None:
     """For starts that differ by less than the prior says, by about as much, and by far more."""
     generator = random.Random(0)
