@@ -47,7 +47,7 @@ from torch import nn
 import trimtab
 from trimtab.core.measurement import Comparison
 from trimtab.measure.pairs import compare
-from trimtab.measure.pooled import MOST_STARTS, START_QUADS, STARTS, narrow, pooled, start_s
+from trimtab.measure.pooled import MOST_STARTS, STARTS, narrow, pooled, start_timing
 from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval, paired_drop
@@ -166,9 +166,8 @@ def same(count: int, seconds: float) -> Part:
         starts: list[Comparison] = []
         while len(starts) < STARTS or (len(starts) < MOST_STARTS and not narrow(starts)):
             with servers() as (candidate, rival):
-                starts.append(
-                    compare(candidate, rival, seconds=start_s(seconds, STARTS), min_quads=START_QUADS, process_noise=0.0)
-                )
+                timing = start_timing(seconds, STARTS)
+                starts.append(compare(candidate, rival, **timing._asdict(), process_noise=0.0))
         found.append(pooled(starts))
         left = (time.perf_counter() - begun) / len(found) * (count - len(found))
         print(f"  {len(found)} of {count} comparisons, about {left:.0f} s left", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from trimtab.execution.workload_transfer import handed
 from trimtab.importers.load import FORMS
 from trimtab.measure import pairs
 from trimtab.measure.energy import Energy, Power, energy_meter
-from trimtab.measure.pooled import LEAST_START_S, MOST_STARTS, START_QUADS, STARTS, narrow, number_of_starts, pooled, start_s
+from trimtab.measure.pooled import LEAST_START_S, MOST_STARTS, STARTS, narrow, number_of_starts, pooled, start_timing
 from trimtab.measure.remote import RemoteRunner
 from trimtab.study.samplers.ladder import as_written
 
@@ -153,7 +153,7 @@ def in_turns(
             found.append(timed)
             if len(found) == 1:
                 planned, most = count, MOST_STARTS if count > 1 else 1
-            spent = len(found) * start_s(seconds, planned)
+            spent = len(found) * start_timing(seconds, planned).seconds
             if len(found) >= planned and (narrow(found) or spent >= seconds):
                 break
     return pooled(found), sizes
@@ -179,8 +179,7 @@ def _start(
         subject, rival = runners["subject"], runners["rival"]
         calls = [runner.block(1)[0] / 1e9 for runner in (subject, rival)]
         count = min(count, number_of_starts(calls[0], calls[1], seconds))
-        quads = START_QUADS if count > 1 else 6
-        found = pairs.compare(subject, rival, width=width, seconds=start_s(seconds, count), min_quads=quads, process_noise=0.0)
+        found = pairs.compare(subject, rival, width=width, **start_timing(seconds, count)._asdict(), process_noise=0.0)
         if power is not None:
             for (name, runner), call_s in zip(runners.items(), calls, strict=True):
                 power.look(name, runner, call_s)

@@ -85,10 +85,5 @@ def recorded(folder: pathlib.Path) -> Verified | None:
     try:
         found = from_json(Verified, json.loads(beside(folder).read_text(encoding="utf-8")))
         return found if found.manifest == sha256(folder / MANIFEST) else None
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-        UsageError,
-    ):  # a damaged file states nothing; the next verification replaces it
-        return None
+    except (OSError, ValueError, RecursionError, UsageError):
+        return None  # a damaged file states nothing; the next verification replaces it

@@ -37,7 +37,7 @@ from trimtab.evaluation.fidelity import faithful, moved, writes_otherwise
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.evaluation.reference import Reference, drop, predict, score
 from trimtab.hardware import system
-from trimtab.measure.pairs import compare
+from trimtab.measure.pairs import MIN_QUADS, compare
 from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
 from trimtab.passes.common.sensitivity import blamed, known_sensitivities
@@ -72,7 +72,7 @@ class Plan:
     """Maximum duration of the paired timing that counts."""
     width: float = 0.03
     """Relative width of the ratio's interval at which sampling stops."""
-    min_quads: int = 6
+    min_quads: int = MIN_QUADS
     """Minimum number of quads of the timing in one start of a confirmation."""
     floor: float = 0.0
     """Stop a recipe whose speed-up is surely below this after the first timing."""
@@ -177,7 +177,7 @@ def _pipeline(
             final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
-    figures["sensitivity"] = _sensitivity(subject.candidate, TABLE_S if recipe.quantizes and subject.candidate.training else 0)
+    figures["sensitivity"] = _reported_sensitivity(recipe, subject.candidate)
     folder.mkdir(parents=True, exist_ok=True)
     so_far = {name: value for name, value in figures.items() if name != "traceback"}
     write_json(folder / UNSAVED, Trial(recipe=recipe, state=State.COMPLETE, **so_far))
@@ -195,10 +195,13 @@ def _pipeline(
 
 def _sensitivity(candidate: Candidate, most_s: float = math.inf) -> tuple[tuple[str, float], ...]:
     """The first layers of the table, most sensitive first; empty if none can be measured, or not within ``most_s``."""
-    if not most_s:
-        return ()
     with stage("sensitivity of each layer"):
         return tuple(known_sensitivities(candidate, most_s).items())[:MOST_LAYERS]
+
+
+def _reported_sensitivity(recipe: Recipe, candidate: Candidate) -> tuple[tuple[str, float], ...]:
+    """The table for the report of a compression, if it is a matter of seconds."""
+    return _sensitivity(candidate, TABLE_S) if recipe.quantizes and candidate.training else ()
 
 
 def _with_blame(figures: Mapping[str, Any], recipe: Recipe, candidate: Candidate) -> dict[str, Any]:

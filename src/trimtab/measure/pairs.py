@@ -33,7 +33,7 @@ FEWEST_QUADS, FEW_QUADS = 2, 4
 """An interval needs two quads, which are measured however long they take; four unless one takes longer than
 :data:`LONG_S`."""
 LONG_S = 4.0
-MOST_QUADS = 400
+MIN_QUADS, MOST_QUADS = 6, 400
 PROCESS_NOISE = 0.01
 """Relative standard deviation between pairs of processes of the ratio of two equal models, if only one pair is compared.
 Several starts measure it themselves: :func:`trimtab.measure.pooled.pooled`.
@@ -133,7 +133,7 @@ def compare(
     *,
     width: float = 0.03,
     seconds: float = 10.0,
-    min_quads: int = 6,
+    min_quads: int = MIN_QUADS,
     max_quads: int = MOST_QUADS,
     pids: Iterable[int] | None = None,
     on_progress: Callable[[Progress], None] | None = None,

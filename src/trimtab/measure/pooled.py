@@ -6,9 +6,10 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from trimtab.core.measurement import QUIET, Comparison, Interval, Measurement
-from trimtab.measure.pairs import FEW_QUADS, PROCESS_NOISE, SLOWED
+from trimtab.measure.pairs import FEW_QUADS, MIN_QUADS, PROCESS_NOISE, SLOWED
 from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, t_quantile
 from trimtab.measure.stats import TRIM
 
@@ -119,9 +120,17 @@ def number_of_starts(candidate_s: float, rival_s: float, seconds: float) -> int:
     return max(1, min(STARTS, int(seconds / each_s)))
 
 
-def start_s(seconds: float, count: int) -> float:
-    """Seconds of timing in each of ``count`` starts that share ``seconds``: quick calls leave time for further starts."""
-    return seconds / count if count < STARTS else min(seconds / count, START_S)
+class StartTiming(NamedTuple):
+    """How one start is timed."""
+
+    seconds: float
+    min_quads: int
+
+
+def start_timing(seconds: float, count: int) -> StartTiming:
+    """The timing of each of ``count`` starts that share ``seconds``: quick calls leave time for further starts."""
+    each_s = seconds / count
+    return StartTiming(each_s if count < STARTS else min(each_s, START_S), MIN_QUADS if count == 1 else START_QUADS)
 
 
 def _at_the_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[float]:

@@ -12,7 +12,7 @@ from trimtab.errors import ArtifactError, StorageError, WorkloadError
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.process import LOG, Outcome
-from trimtab.measure.pooled import START_QUADS, start_s
+from trimtab.measure.pooled import start_timing
 from trimtab.study import confirmation_starts, ranking
 from trimtab.study.result import ARTIFACT, TRIED, Best
 from trimtab.study.study import Study
@@ -49,8 +49,8 @@ def confirm(
     if trial is eager:
         timing_s = ranking.in_time(0.5 * study.options.timing_s, end)
     count = confirmation_starts.expected(study, trial, timing_s)
-    plan = study.plan(seconds=start_s(timing_s, count), width=0.02)
-    plan = dataclasses.replace(plan, min_quads=START_QUADS) if count > 1 else plan
+    timing = start_timing(timing_s, count)
+    plan = dataclasses.replace(study.plan(seconds=timing.seconds, width=0.02), min_quads=timing.min_quads)
     common = study.runner.job() | {
         "recipe": trial.recipe.to_json(),
         "files": str(study.runner.files(trial)),

@@ -38,20 +38,23 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 Outputs = list[list[torch.Tensor]]
 
 
-def sensitivities(candidate: Candidate) -> dict[str, float]:
+def sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, float]:
     """For each convolution, linear and recurrent layer and each embedding that the calibration inputs reach, the mean squared
     change of the outputs when its weights and activations are rounded, relative to their variance; most sensitive layer first.
 
     Of an embedding only the weights are rounded, because a lookup computes nothing.
 
-    The table is kept in the candidate's scratch folder under the hash of weights and calibration data.
+    The table is kept in the candidate's scratch folder under the hash of weights and calibration data. If none is kept and
+    measuring one is expected to take longer than ``most_s`` seconds, the result is empty.
 
     Raises:
         CompileError: the model fails on the calibration inputs.
     """
-    path = _path(candidate)
+    path = None if candidate.scratch is None else candidate.scratch / FOLDER / f"{_key(candidate)}.json"
     if path is not None and (found := _read(path)) is not None:
         return found
+    if most_s < math.inf and _expected_s(candidate) > most_s:
+        return {}
     try:
         table = _measured(candidate)
     except MODEL_ERRORS as error:
@@ -80,20 +83,11 @@ def most_sensitive(candidate: Candidate, count: int, *, every: bool = False) -> 
 
 
 def known_sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, float]:
-    """:func:`sensitivities` of the model with folded batch norms; empty if none can be measured, or if no table is kept and one
-    is expected to take longer than ``most_s``."""
+    """:func:`sensitivities` of the model with folded batch norms; empty if they cannot be measured either."""
     try:
-        plain = folded(candidate)
-        path = _path(plain)
-        if most_s < math.inf and not (path is not None and path.exists()) and _expected_s(plain) > most_s:
-            return {}
-        return sensitivities(plain)
+        return sensitivities(folded(candidate), most_s)
     except CompileError:
         return {}
-
-
-def _path(candidate: Candidate) -> pathlib.Path | None:
-    return None if candidate.scratch is None else candidate.scratch / FOLDER / f"{_key(candidate)}.json"
 
 
 def _expected_s(candidate: Candidate) -> float:
