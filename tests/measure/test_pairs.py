@@ -421,12 +421,17 @@ def test_what_the_study_saw_of_the_original_counts() -> None:
 def test_what_neighbours_did_to_every_start_is_not_averaged_out() -> None:
     starved = Interval(400.0, 0.5, 900.0)
     starts = [start_of(400.0, sampling=Interval(400.0, 390.0, 410.0)) for _ in range(STARTS)]
-    starts = [dataclasses.replace(each, ratio=starved) for each in starts]
+    starts = [dataclasses.replace(each, ratio=starved, estimates=(0.5, 900.0)) for each in starts]
     found = pooled(starts).ratio
     assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(900.0))
     assert found.unclear
     few = pooled([*starts[:2], *[start_of(2.0) for _ in range(6)]]).ratio
     assert few.value == pytest.approx(2.0), "two of eight do not decide"
+    wide = [start_of(2.0, sampling=Interval(2.0, 1.0, 4.0)) for _ in range(STARTS)]
+    wide = [dataclasses.replace(each, ratio=each.sampling, estimates=(1.9, 2.2)) for each in wide]
+    found = pooled(wide).ratio
+    assert 1.5 < found.low <= 1.9
+    assert 2.2 <= found.high < 2.7, "the spread of the samples in a start is averaged out"
 
 
 def test_how_many_starts_there_are() -> None:

@@ -291,16 +291,18 @@ def _result(
     sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
     ratio = widened(_ratio(used), process_noise)
-    sampling = None
+    sampling = estimates = None
     if missing:  # if neighbours starve calls, the fastest calls and the running time may give another ratio than blocks
         sampling = ratio
         seen = [ratio.value, *(_quantile_ratio(used, share) for share in (LUCKY, 0.5)), _running_time_ratio(used)]
         if (best := session.quickest) is not None:
             seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
+        estimates = min(seen), max(seen)
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
     return Comparison(
         ratio=ratio,
         sampling=sampling,
+        estimates=estimates,
         pairs=2 * len(used),
         candidate=timed["candidate"],
         rival=timed["rival"],
