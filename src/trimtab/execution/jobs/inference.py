@@ -45,7 +45,6 @@ from trimtab.evaluation.evaluate import (
     evaluate,
     load_saved,
     one_call,
-    ours,
     rows,
     runner_for,
     save,
@@ -63,7 +62,6 @@ from trimtab.execution.workload_transfer import authkey
 from trimtab.hardware.environment import Environment, measured_peaks
 from trimtab.importers.load import load_workload
 from trimtab.measure.memory import PeakMemory
-from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import Runner
 from trimtab.tensors.structure import cloned, flatten, unflatten
@@ -322,7 +320,7 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject.candidate)
     runner = runner_for(executable, candidate, subject, plan.objective)
     rival = RemoteRunner(job["address"], authkey(), connect_s=job["seconds"])
-    return to_json(compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival)))
+    return to_json(in_start(runner, rival, plan))
 
 
 def start_job(job: Job, folder: pathlib.Path) -> Any:
