@@ -31,6 +31,7 @@ def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> 
     assert first.best.artifact is not None
     assert first.best.confirmation.parity is not None, "its files were judged on the test data"
     assert first.best.confirmation.speedup is None, "with nothing else tried, the original is not timed against itself"
+    assert "timed" not in (first.best.artifact.path / "README.md").read_text()
     left = tmp_path / "run" / "scratch" / ".own-killed"  # by a worker
     left.mkdir()
     second = trimtab.optimize(reference, trials=1, **options)

@@ -402,9 +402,10 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     trial, plan = from_json(Trial, job["trial"]), from_json(Plan, job["plan"])
     original = technique_from_json(BACKENDS, {"name": "eager", "grad_mode": "no_grad"})
     figures = {"objective": plan.objective, "size_mb": trial.size_mb, "trial": job["trial"]}
-    figures["inputs"] = subject.candidate.describe()
-    if job.get("thread_limit") is not None:
-        figures["thread_limit"] = job["thread_limit"]
+    if found.comparison is not None:  # the conditions of the timing
+        figures["inputs"] = subject.candidate.describe()
+        if job.get("thread_limit") is not None:
+            figures["thread_limit"] = job["thread_limit"]
     if found.recipe == Recipe(backend=original):
         figures["baseline_speedup"] = to_json(found.speedup)
     elif not executable.settings.memory.keep_freed:  # this process cannot undo it; the original lacks it
