@@ -144,6 +144,12 @@ class Comparison:
     """Why sampling ended: the interval was narrow enough, the time was up, or the requested pairs were done."""
 
     @property
+    def conditions(self) -> str:
+        """The conditions of the timing, as text: ``one thread each, others used 43% of the CPUs``."""
+        threads = "" if self.undisturbed is None else "one thread each, "
+        return f"{threads}others used {self.foreign + self.stolen:.0%} of the CPUs"
+
+    @property
     def few(self) -> bool:
         """Whether only few pairs were measured because the calls are slow, on a machine that was not busy."""
         return self.pairs <= SLOW_PAIRS and self.foreign + self.stolen + self.slowed <= QUIET
