@@ -56,6 +56,8 @@ class Instance(asyncio.Protocol):
         self.free_s = 0.0
         """How long it was free before it got its batch."""
         self.description: dict[str, Any] = {}
+        self.example = b""
+        """The inputs of a first request, as the body of a frame."""
         self._reader, self._on_reply, self._on_close = Reader(), on_reply, on_close
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
@@ -126,17 +128,6 @@ class Instance(asyncio.Protocol):
         self._write({"id": self._number, **head}, parts)
         return await future
 
-    async def rate(self, rows: int, seconds: float) -> float:
-        """Rows per second that it computes in batches of ``rows``, measured in the instance for ``seconds``.
-
-        Raises:
-            StartError: the batch failed, or ended the process.
-        """
-        answer = await self.ask({"rows": rows, "seconds": seconds})
-        if "rate" not in answer:
-            raise StartError("WorkloadError", str(answer.get("error", "The instance ended.")))
-        return float(answer["rate"])
-
     async def stop(self) -> None:
         """Close the socket, wait for the end of the process, and kill it if it does not end."""
         self.state = "closed"
@@ -173,7 +164,7 @@ class Instance(asyncio.Protocol):
         """Hand on complete frames."""
         for head, body in self._reader.feed(data):
             if "ready" in head:
-                self.description, self.state = head["ready"], "ready"
+                self.description, self.example, self.state = head["ready"], bytes(body), "ready"
                 self.since = asyncio.get_running_loop().time()
                 self._ready.set_result(None)
             elif "refused" in head:

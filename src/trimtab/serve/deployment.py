@@ -109,8 +109,9 @@ class Deployment:
         return [*self.instances, *([] if self._shadow is None else [self._shadow])]
 
     def _instance(self, number: int) -> Instance:
-        settings = instance_settings(self.path, self.layout, number, self.trust)
-        return Instance(settings, self._on_reply, self._on_close)
+        layout = self.layout
+        settings = {"path": str(self.path), "trust": self.trust, "threads": layout.threads, "rows": layout.rows}
+        return Instance(settings | {"cores": _cores(number, layout)}, self._on_reply, self._on_close)
 
     def _spawn(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -272,12 +273,6 @@ class Deployment:
         for instance in self.instances:
             instance.batch = []
         await asyncio.gather(*[one.stop() for one in self._started()])
-
-
-def instance_settings(path: pathlib.Path, layout: Layout, number: int, trust: bool) -> dict[str, Any]:
-    """The settings of instance ``number``."""
-    cores = _cores(number, layout)
-    return {"path": str(path), "trust": trust, "threads": layout.threads, "rows": layout.rows, "cores": cores}
 
 
 def _refuse(item: Item, refusal: Refusal) -> None:
