@@ -288,8 +288,10 @@ class _Sample:
         if self._answered == self._full:
             self._begin, self._until = self._count(), time.perf_counter() + SAMPLE_S
         elif time.perf_counter() >= self._until and self._answered >= (1 + LEAST_BATCHES) * self._full:
-            assert self._begin is not None
-            self._found.set_result(_Count(*(end - begin for end, begin in zip(self._count(), self._begin, strict=True))))
+            begin, end = self._begin, self._count()
+            assert begin is not None
+            counts = end.batches - begin.batches, end.compute_s - begin.compute_s
+            self._found.set_result(_Count(end.time - begin.time, end.rows - begin.rows, *counts))
             return
         self._ask()
 
