@@ -98,6 +98,7 @@ def test_the_json_of_optimize_has_exactly_what_is_promised(study) -> None:
             "best",
             "steps",
             "note",
+            "untried",
             "artifact",
             "report",
             "seconds",

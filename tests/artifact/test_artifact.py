@@ -676,7 +676,9 @@ class Pipeline(nn.Module):
 def test_what_is_loaded_says_in_one_line_what_it_is(pristine: Artifact) -> None:
     takes = "images: float32[batch, 1, 8, 8]"
     assert repr(pristine) == f"Artifact('{pristine.path}', digits: {takes})"
-    assert repr(load(pristine.path)) == f"FlatExecutable({takes})"
+    loaded = load(pristine.path)
+    assert repr(loaded) == f"FlatExecutable({takes})"
+    assert f"<p>FlatExecutable</p><table><tr><th>takes</th><td>{takes}</td></tr>" in loaded._repr_html_()
     assert f"digits: eager. Takes {takes}.</p><p>2.00x (1.90 to 2.10) the model as written" in pristine._repr_html_()
 
 

@@ -595,8 +595,16 @@ def test_the_order_of_keys_means_nothing_and_the_first_difference_is_named() -> 
 def test_the_repr_is_one_line_without_weights() -> None:
     workload = Workload(name="small", model=nn.Linear(2, 3), inputs=torch.zeros(1, 2))
     assert repr(workload) == "Workload('small', Linear, mode='infer')"
-    workload = Workload(name="made", model=lambda: nn.Linear(2, 3), inputs=torch.zeros(1, 2))
-    assert repr(workload) == "Workload('made', <lambda>, mode='infer')"
+    evaluation = trimtab.Evaluation(data=[], score=lambda output, target: output)
+    inputs = {"x": torch.zeros(1, 2), "<state>": [torch.zeros(3)]}
+    dynamic = {"x": {0: "batch"}}
+    workload = Workload(name="made", model=lambda: nn.Linear(2, 3), inputs=inputs, evaluation=evaluation, dynamic=dynamic)
+    assert repr(workload) == "Workload('made', <lambda>, mode='infer', with an evaluation)"
+    assert workload._repr_html_() == (
+        "<p>Workload(&#x27;made&#x27;, &lt;lambda&gt;, mode=&#x27;infer&#x27;, with an evaluation)</p><table>"
+        "<tr><th>inputs</th><td>x float32[1, 2], &lt;state&gt;[0] float32[3]</td></tr>"
+        "<tr><th>dynamic sizes</th><td>batch (axis 0 of x)</td></tr><tr><th>judged by</th><td>&lt;lambda&gt;</td></tr></table>"
+    )
 
 
 def test_an_exported_module_is_a_model_like_any_other() -> None:

@@ -96,14 +96,17 @@ def test_figures_that_are_compared_have_one_unit() -> None:
 
 
 def test_the_best_three_stand_beside_the_original(tmp_path) -> None:
-    found = record(24)
+    found = record(24, untried=("openvino(precision=int8_static)", "aoti"))
     shown = leaders.beside(found)
     assert shown is not None
     assert shown.heads == ("the original", "1, ships", "2", "3")
     rows = dict(shown.rows)
     assert rows["speed-up"][0] == "1.00x"
     assert re.fullmatch(r"0\.\d+ ms, the original 0\.420 ms", rows["latency"][1])
-    assert "The best beside the original" in page(found, tmp_path)
+    seen = page(found, tmp_path)
+    assert "The best beside the original" in seen
+    assert "<summary>2 recipes not tried, because the budget was too short</summary>" in seen
+    assert "<li>openvino(precision=int8_static)</li>" in seen
     assert leaders.beside(record(1, status=None, failed=0)) is None
 
 

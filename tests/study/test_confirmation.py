@@ -231,8 +231,11 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
 
 
 def test_what_is_handed_over_rests_on_several_starts(tmp_path) -> None:
-    found = trimtab.compare(write(tmp_path, "def made(): return workload()"), seconds=1.2)
+    found = trimtab.compare(write(tmp_path, "def made(): return workload()"), seconds=1.2, objective="throughput")
     assert 2 <= found.comparison.starts <= MOST_STARTS, "more than two where they differ"
+    assert found.throughput is not None
+    assert found.throughput.median == pytest.approx(2e3 / found.comparison.candidate.median), "of two examples a call"
+    assert f"{found.throughput.median:.4g} examples/s" in str(found)
 
 
 def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], **work: object) -> tuple[Any, Trial, Any]:
@@ -255,7 +258,7 @@ def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], *
         ),
     )
     rivals = types.SimpleNamespace(alive=lambda name: True, addresses={})
-    return study, Trial(recipe=recipe, state=State.COMPLETE), rivals
+    return study, Trial(recipe=recipe, state=State.COMPLETE, size_mb=1.0), rivals
 
 
 def test_a_confirmation_that_crashed_names_its_log_and_keeps_its_traceback(tmp_path) -> None:

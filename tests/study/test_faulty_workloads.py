@@ -228,3 +228,6 @@ def test_an_original_without_a_form_of_its_own_is_kept_and_never_called_an_impro
     assert result.status == "kept_original", result.sentence
     assert result.best is not None
     assert result.best.artifact is None
+    assert not result.best.confirmation.again, "the original is not confirmed against itself"
+    assert not (tmp_path / "run" / "confirm").exists()
+    assert result.to_json()["best"]["speedup"]["value"] == 1.0

@@ -27,6 +27,10 @@ def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> 
     reference = write(tmp_path, "def made(): return workload()")
     options = {"out": tmp_path / "run", "limits": trimtab.Limits(max_drop=0.1), "timing_seconds": 0.5}
     first = trimtab.optimize(reference, trials=1, **options)
+    assert first.best is not None
+    assert first.best.artifact is not None
+    assert first.best.confirmation.parity is not None, "its files were judged on the test data"
+    assert first.best.confirmation.speedup is None, "with nothing else tried, the original is not timed against itself"
     left = tmp_path / "run" / "scratch" / ".own-killed"  # by a worker
     left.mkdir()
     second = trimtab.optimize(reference, trials=1, **options)

@@ -151,8 +151,12 @@ def test_data_larger_than_half_of_the_free_disk_is_read_again(tmp_path: pathlib.
     usage = types.SimpleNamespace(total=0, used=0, free=100)
     monkeypatch.setattr("trimtab.evaluation.materialized.shutil.disk_usage", lambda path: usage)
     workload = trimtab.Workload(model=nn.Linear(4, 2).eval(), inputs=torch.ones(3, 4))
-    (note,) = materialize(prepare(workload), tmp_path / "prepared")
-    assert note.startswith("Every process of the study reads the data again: it takes 0 MB, more than half of the 0 MB")
+    (note,) = materialize(prepare(workload), tmp_path / "prepared", reading_s=20.4)
+    assert note == (
+        "Every process of the study reads the data again (20 s each time): it has 0 MB, more than half of the 0 MB that are "
+        f"free in {tmp_path / 'prepared'}. Use a run folder on a larger disk, --out FOLDER (in Python, out=...), or read fewer "
+        "examples, Evaluation(max_examples=...)."
+    )
     assert materialized(workload, tmp_path / "prepared") is None
 
 

@@ -98,6 +98,17 @@ def test_eight_bits_come_first_and_calibrated_where_the_model_convolves(convolve
     assert [getattr(backend, "precision", None) for backend in lossy[:3]] == order
 
 
+@pytest.mark.parametrize(("gain", "small", "tried"), [(2.0, False, "last"), (1.2, False, "never"), (1.2, True, "early")])
+def test_four_bits_are_tried_last_and_where_eight_gain(gain: float, small: bool, tried: str) -> None:
+    known, trials = dataclasses.replace(facts(), small=small), list[Trial]()
+    while (ask := Ladder().ask(trials, known)) is not None:
+        trials.append(dataclasses.replace(complete(ask.recipe, 1.0 if ask.recipe.exact else gain), stage=ask.stage))
+    found = [n for n, trial in enumerate(trials) if getattr(trial.recipe.backend, "precision", "") == "int4_weights"]
+    lossless = [n for n, trial in enumerate(trials) if trial.stage == "lossless"]
+    assert {"last": [lossless[-1] + 1], "never": [], "early": [n for n in found if n < lossless[-1]]}[tried] == found
+    assert bool(found) == (tried != "never")
+
+
 @pytest.mark.parametrize("vnni", [True, False])
 def test_without_vnni_other_forms_of_static_int8_are_tried_where_it_is_close(vnni: bool, monkeypatch) -> None:
     monkeypatch.setattr(environment, "has_vnni", lambda: vnni)
@@ -396,7 +407,8 @@ def test_suggestions_that_do_not_fit_end_the_search(tmp_path) -> None:
             break
     assert len(left) == 10
     assert not any(trial.state == optuna.trial.TrialState.RUNNING for trial in storage.study.trials)
-    assert ranking.too_short(left).endswith("and 5 more.") or ranking.too_short(left).endswith(", 5 more.")
+    end = " and 8 more, which the report lists. The same command goes on with them."
+    assert ranking.too_short(left) == f"The budget was too short to try {left[0].recipe}, {left[1].recipe}{end}"
 
 
 def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:

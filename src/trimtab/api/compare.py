@@ -15,10 +15,10 @@ from trimtab._internal.units import positive
 from trimtab._internal.user_code import outside_workers
 from trimtab._internal.validation import checked_call
 from trimtab.artifact.manifest import MANIFEST
-from trimtab.core.measurement import Comparison, Interval
+from trimtab.core.measurement import Comparison, Interval, Measurement
 from trimtab.core.workload import Workload
 from trimtab.errors import ArtifactError, StorageError, UsageError
-from trimtab.evaluation.evaluate import Objective
+from trimtab.evaluation.evaluate import Objective, per_second
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.fork_pool import Workers
 from trimtab.execution.workload_transfer import handed
@@ -46,15 +46,21 @@ class Timing:
     """Why the two are not comparable; ``None`` if they are."""
     energy: Energy | None = None
     """Energy per call; ``None`` if it was not measured."""
+    throughput: Measurement | None = None
+    """Examples per second of the subject, if throughput was asked for. The times in ``comparison`` are then those of as many
+    examples as the example inputs have, with several requests at once."""
+    rival_throughput: Measurement | None = None
+    """The same of the rival."""
 
     def __str__(self) -> str:
         found = self.comparison
-        shown = f"{self.subject}: {_ms(found.candidate)}"
+        shown = f"{self.subject}: {_figures(found.candidate, self.throughput)}"
         if self.rival is None:
             return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs{self._spent}{self._advice}"
         verdict = f"speed-up {_ratio(found)} over {found.pairs} pairs: {_verdict(found.ratio)}"
         note = "" if self.note is None else f"\n{self.note}"
-        return f"{shown}\n{self.rival}: {_ms(found.rival)}\n{verdict}{note}{self._spent}{self._advice}"
+        rival = _figures(found.rival, self.rival_throughput)
+        return f"{shown}\n{self.rival}: {rival}\n{verdict}{note}{self._spent}{self._advice}"
 
     @property
     def _spent(self) -> str:
@@ -110,16 +116,22 @@ def compare(
         sides = {"subject": subject, "rival": other}
         jobs = {name: _serve(what, trust, place / name) for name, what in sides.items()}
         power = Power(energy_meter())
-        found, sizes = in_turns(jobs, objective=objective, seconds=seconds, width=width, power=power)
+        found, facts = in_turns(jobs, objective=objective, seconds=seconds, width=width, power=power)
     energy = power.energy(found.candidate.median / 1e3, None if rival is None else found.rival.median / 1e3)
-    note = None
+    note, sizes = None, {name: told["sizes"] for name, told in facts.items()}
     if sizes["subject"] != sizes["rival"]:
         note = (
             f"They ran on inputs of different sizes, {_words(sizes['subject'])} and {_words(sizes['rival'])}, so this compares "
             "more than two models. --shape NAME=1x3x224x224 gives a model file the other's sizes."
         )
-    against = None if rival is None else _name(rival)
-    return Timing(subject=_name(subject), rival=against, comparison=found, note=note, energy=energy)
+    timed = Timing(
+        subject=_name(subject), rival=None if rival is None else _name(rival), comparison=found, note=note, energy=energy
+    )
+    if objective == "latency":
+        return timed
+    here = per_second(found.candidate, facts["subject"]["examples"])
+    other_here = None if rival is None else per_second(found.rival, facts["rival"]["examples"])
+    return dataclasses.replace(timed, throughput=here, rival_throughput=other_here)
 
 
 def _name(what: Workload | str | os.PathLike[str]) -> str:
@@ -132,22 +144,22 @@ def _words(sizes: Sequence[Sequence[int]]) -> str:
 
 def in_turns(
     jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float, power: Power | None = None
-) -> tuple[Comparison, dict[str, list[list[int]]]]:
+) -> tuple[Comparison, dict[str, Any]]:
     """Serve ``jobs["subject"]`` and ``jobs["rival"]`` in processes of their own and compare them.
 
     Both are started several times in new processes, or once if calls are slow or ``seconds`` are few.
 
     Returns:
-        The comparison, and the sizes of the input tensors of each side.
+        The comparison, and what each side states: ``sizes`` of its input tensors, and ``examples`` in them.
 
     Raises:
         StorageError: temporary files cannot be written.
     """
-    found, sizes = list[Comparison](), dict[str, list[list[int]]]()
+    found, facts = list[Comparison](), dict[str, Any]()
     planned = most = max(1, min(STARTS, int(seconds / LEAST_START_S)))
     with Workers() as workers:
         while len(found) < most:
-            timed, sizes, count = _start(
+            timed, facts, count = _start(
                 jobs, workers, objective=objective, seconds=seconds, count=planned, width=width, power=power
             )
             found.append(timed)
@@ -156,7 +168,7 @@ def in_turns(
             spent = len(found) * start_timing(seconds, planned).seconds
             if len(found) >= planned and (narrow(found) or spent >= seconds):
                 break
-    return pooled(found), sizes
+    return pooled(found), facts
 
 
 def _start(
@@ -168,13 +180,13 @@ def _start(
     count: int,
     width: float,
     power: Power | None,
-) -> tuple[Comparison, dict[str, list[list[int]]], int]:
-    """One of ``count`` starts that share ``seconds`` of timing. Returns the comparison, the input sizes, and the number of
+) -> tuple[Comparison, dict[str, Any], int]:
+    """One of ``count`` starts that share ``seconds`` of timing. Returns the comparison, what the sides state, and the number of
     starts, which is lower if calls are slow."""
     with _scratch() as folder, BaselineServers({"objective": objective}, folder, workers) as sides:
         for name, job in jobs.items():
             sides.begin(name, job)
-        sizes = {name: sides.ready(name, seconds=600.0)["sizes"] for name in jobs}
+        facts = {name: sides.ready(name, seconds=600.0) for name in jobs}
         runners = {name: RemoteRunner(address, sides.authkey) for name, address in sides.addresses.items()}
         subject, rival = runners["subject"], runners["rival"]
         calls = [runner.block(1)[0] / 1e9 for runner in (subject, rival)]
@@ -183,7 +195,7 @@ def _start(
         if power is not None:
             for (name, runner), call_s in zip(runners.items(), calls, strict=True):
                 power.look(name, runner, call_s)
-        return found, sizes, count
+        return found, facts, count
 
 
 @contextlib.contextmanager
@@ -215,7 +227,9 @@ def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib
     return {**job, "workload": {"reference": os.fspath(what)}}
 
 
-def _ms(measured: Any) -> str:
+def _figures(measured: Measurement, throughput: Measurement | None) -> str:
+    if throughput is not None:
+        return f"{throughput.median:.4g} examples/s ({throughput.interval.low:.4g} to {throughput.interval.high:.4g})"
     p90 = "" if measured.p90 is None else f", p90 {measured.p90:.4g} ms"
     return f"median {measured.median:.4g} ms ({measured.interval.low:.4g} to {measured.interval.high:.4g}){p90}, n {measured.n}"
 

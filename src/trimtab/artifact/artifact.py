@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import os
 import pathlib
 import platform
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from trimtab._internal.files import path_of
+from trimtab._internal.notebook import link, paragraph
 from trimtab._internal.serialization import from_json
 from trimtab._internal.text import with_fix, with_remedy
 from trimtab.artifact.manifest import (
@@ -60,9 +60,9 @@ class Artifact:
     def _repr_html_(self) -> str:
         """The recipe, the signature, the speed-up, and a link to the folder, for notebooks."""
         manifest, claim = self.manifest, self.manifest.evidence.get("speedup")
-        faster = "" if claim is None else f"<p>{from_json(Interval, claim).times()} the model as written</p>"
-        words = html.escape(f"{manifest.workload}: {manifest.recipe_text}. Takes {manifest.signature.describe()}.")
-        return f'<p>{words}</p>{faster}<p><a href="{html.escape(str(self.path))}">{html.escape(str(self.path))}</a></p>'
+        faster = "" if claim is None else f"{from_json(Interval, claim).times()} the model as written"
+        words = f"{manifest.workload}: {manifest.recipe_text}. Takes {manifest.signature.describe()}."
+        return paragraph(words) + paragraph(faster) + link(self.path)
 
     @with_remedy(COPY)
     def check(self) -> None:

@@ -47,7 +47,7 @@ class DebugLeftOn(Check):
             settings = (
                 ScriptSettings(debug_off=True) if flag in SWITCHED else None if off is None else ScriptSettings(environment=off)
             )
-            saved = subject.tried.get("debug_off") if flag == "anomaly mode" else None
+            saved = subject.anomaly_share if flag == "anomaly mode" else None
             at = f" ({where})" if where else ""
             cost = COSTS.get(flag, "It slows every step.")
             message = (

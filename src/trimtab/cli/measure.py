@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -36,6 +36,10 @@ def measure_command(
     vs: Annotated[str | None, typer.Option(help="What to take turns with: another artifact or workload.")] = None,
     time: Annotated[str, typer.Option(help="Most time for sampling.")] = "10s",
     width: Annotated[str, typer.Option(help="Stop when the ratio's interval is this narrow.")] = "2%",
+    objective: Annotated[
+        Literal["latency", "throughput"],
+        typer.Option(metavar="WHAT", help="latency of one call, or throughput of several requests at once."),
+    ] = "latency",
     memory: Annotated[bool, typer.Option("--memory", help="Also the peak memory of a fresh process.")] = False,
     operators: Annotated[bool, typer.Option("--operators", help="Also the slowest operators of one call.")] = False,
     inputs: Inputs = None,
@@ -52,6 +56,7 @@ def measure_command(
     Examples:
       trimtab measure model.py
       trimtab measure model.py --memory --operators
+      trimtab measure model.py --objective throughput
       trimtab measure runs/digits/artifact --vs examples/digits.py
       trimtab measure runs/net/artifact --vs net.onnx --shape images=1x3x224x224
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
@@ -63,7 +68,8 @@ def measure_command(
         is_python = late("importers.load").is_python  # imports torch
         takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
         sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
-        found = trimtab.compare(sides[0], sides[1] if vs is not None else None, seconds=most, width=narrow, trust=trust)
+        how: dict[str, Any] = {"objective": objective, "seconds": most, "width": narrow, "trust": trust}
+        found = trimtab.compare(sides[0], sides[1] if vs is not None else None, **how)
     profiles = []
     if memory or operators:
         with waiting(f"looking at the {' and the '.join(['memory'] * memory + ['operators'] * operators)}"):

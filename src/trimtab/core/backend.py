@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trimtab._internal.notebook import facts
 from trimtab._internal.registry import Registry
 from trimtab.core.measurement import OperatorTime
 from trimtab.core.settings import Settings
@@ -49,6 +50,16 @@ class Executable(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.signature.describe()})"
+
+    def _repr_html_(self) -> str:
+        """The class above a table of inputs, outputs, threads and notes, for notebooks."""
+        rows = {
+            "takes": self.signature.describe(),
+            "gives": ", ".join(map(str, self.signature.outputs)),
+            "threads": self.settings.threads,
+            "notes": " ".join(self.notes),
+        }
+        return facts(type(self).__name__, rows)
 
     @abc.abstractmethod
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

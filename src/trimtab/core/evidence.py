@@ -324,9 +324,9 @@ class ProbeRecord:
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Debugging switches that were on: ``anomaly mode``, ``deterministic algorithms``, ``profiler``, or an environment
     variable, with the line that set it where that was seen."""
-    tried: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Setting, such as ``debug_off`` -> the share of the CPU time of a step, on a GPU of its time, that it saved over a few
-    steps of this run, at most 1; below 0 if they took longer. Evidence of a cause, without an interval."""
+    anomaly_share: float | None = None
+    """Share of a step's CPU time, on a GPU of its time, that a few steps without anomaly mode saved, at most 1; below 0 if
+    they took longer; ``None`` if it was off. Evidence of a cause, without an interval."""
     collector_ms: float = 0.0
     """Of Python's garbage collector per step."""
     losses: tuple[float, ...] = ()

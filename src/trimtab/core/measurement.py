@@ -120,6 +120,9 @@ class Comparison:
     """Blocks discarded because other processes used the CPU."""
     sampling: Interval | None = None
     """Interval of the ratio from the spread of the samples alone, if ``ratio`` was widened because of other load."""
+    estimates: tuple[float, float] | None = None
+    """Lowest and highest of several estimates of the ratio that other load biases differently, if ``ratio`` was widened by
+    them."""
     noise: float | None = None
     """Spread of the baseline against itself: half the width of the central 95% of its block ratios."""
     foreign: float = 0.0

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from trimtab._internal.notebook import facts
+from trimtab._internal.tensor_text import described
 from trimtab._internal.text import of_type
 from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import by_name, checked_call
@@ -190,6 +192,19 @@ class Workload:
         model = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "function")
         judged = ", with an evaluation" if self.evaluation is not None else ""
         return f"Workload({self.name!r}, {model}, mode={self.mode!r}{judged})"
+
+    def _repr_html_(self) -> str:
+        """The line of ``repr()`` and a table of what is stated, for notebooks."""
+        args, kwargs = ((), {}) if self.inputs is None else as_call(self.inputs)
+        given = {"input" if len(args) == 1 else f"inputs[{n}]": value for n, value in enumerate(args)}
+        judge = None if self.evaluation is None else self.evaluation.score or self.evaluation.metric
+        rows = {
+            "inputs": described(given | kwargs),
+            "dynamic sizes": describe_dims(self.stated_dims or {}),
+            "judged by": getattr(judge, "__name__", judge and type(judge).__name__),
+            "notes": " ".join(self.notes),
+        }
+        return facts(repr(self), rows)
 
     @classmethod
     @checked_call("Workload.capture")

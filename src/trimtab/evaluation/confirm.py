@@ -83,7 +83,8 @@ def confirm(
     seen: Sequence[Comparison] = (),
     judged: Confirmation | None = None,
 ) -> tuple[Confirmation, Executable]:
-    """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``).
+    """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``); without
+    rivals it is judged and not timed.
 
     ``costs`` come from other processes: ``cold_s``, ``peak_mb``, and ``original_mb``, the peak memory of the tuned original.
     With ``must_win`` the winner is confirmed only if it is surely faster than the tuned original and not surely slower than as
@@ -94,7 +95,9 @@ def confirm(
     figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
     executable, candidate = load(recipe, files, fresh(subject))
     found = judged or judge(recipe, executable, candidate, subject, plan)
-    reason = found.reason or _fast(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}, seen)
+    reason = found.reason
+    if reason is None and rivals:
+        reason = _fast(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}, seen)
     return dataclasses.replace(found, ok=reason is None, reason=reason, **figures), executable
 
 

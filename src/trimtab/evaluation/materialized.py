@@ -33,14 +33,17 @@ from trimtab.tensors.weights import weight_bytes
 MODEL, DATA, FACTS = "model.pt", "data.pt", "materialized.json"
 MOST_OF_DISK = 0.5
 """Maximum share of the free disk space that the model or the data may take."""
+LEAST_SAID_S = 0.5
+"""Seconds of reading from which on a note states them."""
 CLOSE = 1e-3
 """Relative and absolute tolerance between outputs of the model and of its copy from disk, whose weights are bit-identical."""
 
 
-def materialize(subject: Subject, folder: pathlib.Path) -> list[str]:
+def materialize(subject: Subject, folder: pathlib.Path, reading_s: float = 0.0) -> list[str]:
     """Write the model and the data of ``subject`` into ``folder``. Returns a note for each that cannot be written.
 
-    A process that lacks the model builds it, and a process that lacks the data reads it, as the dry run did.
+    A process that lacks the model builds it, and a process that lacks the data reads it and builds the model, which took the
+    dry run ``reading_s`` seconds.
 
     Raises:
         OSError: the disk is full.
@@ -49,8 +52,9 @@ def materialize(subject: Subject, folder: pathlib.Path) -> list[str]:
     folder.mkdir(parents=True)
     reasons = {"model": _written_model(subject, folder / MODEL), "data": _written_data(subject, folder / DATA)}
     write_json(folder / FACTS, {"notes": list(subject.notes), **{name: reason is None for name, reason in reasons.items()}})
-    again = {"model": "builds the model", "data": "reads the data"}
-    return [f"Every process of the study {again[name]} again: {why}." for name, why in reasons.items() if why is not None]
+    each_s = f" ({reading_s:.0f} s each time)" if reading_s >= LEAST_SAID_S else ""
+    again = {"model": "builds the model again", "data": f"reads the data again{each_s}"}
+    return [f"Every process of the study {again[name]}: {why}." for name, why in reasons.items() if why is not None]
 
 
 def materialized(workload: Workload, folder: pathlib.Path, scratch: pathlib.Path | None = None) -> Subject | None:
@@ -133,7 +137,11 @@ def _too_large(size: int, path: pathlib.Path) -> str | None:
     free = shutil.disk_usage(path.parent).free
     if size <= MOST_OF_DISK * free:
         return None
-    return f"it takes {size / 1e6:.0f} MB, more than half of the {free / 1e6:.0f} MB that are free in {path.parent}"
+    fewer = ", or read fewer examples, Evaluation(max_examples=...)" if path.name == DATA else ""
+    return (
+        f"it has {size / 1e6:.0f} MB, more than half of the {free / 1e6:.0f} MB that are free in {path.parent}. Use a run "
+        f"folder on a larger disk, --out FOLDER (in Python, out=...){fewer}"
+    )
 
 
 def _compact_splits(splits: Splits) -> Splits:

@@ -44,9 +44,10 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     contains :data:`PROCESS_NOISE`, the variation of the rival's time in ``seen``, and the starts' own errors. So a few starts
     that agree by chance do not give a narrow interval. A single start uses the prior as a known variance.
 
-    Two uncertainties that more starts do not reduce widen the interval further: the effect of neighbours on both sides
-    (:attr:`~trimtab.core.measurement.Comparison.sampling`), and a time of the rival that differs from the one in ``seen`` at
-    the same pace of the cores, as for a model that has two speeds for minutes.
+    Two uncertainties that more starts do not reduce widen the interval further. One is the effect of neighbours on both sides,
+    as the medians of the starts' lowest and highest :attr:`~trimtab.core.measurement.Comparison.estimates`. The other is a time
+    of the rival that differs from the one in ``seen`` at the same pace of the cores, as for a model that has two speeds for
+    minutes.
 
     Args:
         starts: made with ``process_noise=0``.
@@ -66,9 +67,9 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     half = quantile * math.sqrt(variance / n)
     low, high = min(centre - half, value), max(centre + half, value)
     alone = Interval(math.exp(value), math.exp(low), math.exp(high))
-    disturbed = [found.ratio if found.sampling else Interval(*[found.ratio.value] * 3) for found in starts]
-    low = min(low, statistics.median(math.log(ratio.low) for ratio in disturbed))
-    high = max(high, statistics.median(math.log(ratio.high) for ratio in disturbed))
+    estimates = [found.estimates or (found.ratio.value, found.ratio.value) for found in starts]
+    low = min(low, statistics.median(math.log(lowest) for lowest, _ in estimates))
+    high = max(high, statistics.median(math.log(highest) for _, highest in estimates))
     times = [found.rival.median for found in starts]
     if known and abs(shift := statistics.median(known) - statistics.median(map(math.log, times))) > half:
         low, high = min(low, value + shift), max(high, value + shift)
@@ -77,10 +78,12 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
         name: sum(getattr(found, name) * found.pairs for found in starts) / total for name in ("foreign", "stolen", "slowed")
     }
     every = [*times, *map(math.exp, known)]
+    disturbed = 2 * sum(found.estimates is not None for found in starts) > n
     return dataclasses.replace(
         starts[-1],
         ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
-        sampling=alone if 2 * sum(found.sampling is not None for found in starts) > n else None,
+        sampling=alone if disturbed else None,
+        estimates=(math.exp(low), math.exp(high)) if disturbed else None,
         pairs=total,
         candidate=_middle_measurement([found.candidate for found in starts]),
         rival=_middle_measurement([found.rival for found in starts]),

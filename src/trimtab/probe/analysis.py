@@ -111,7 +111,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
-        tried=log["tried"],
+        anomaly_share=log["anomaly_share"],
         texts=log["texts"] | {where: text for row in log["reading"] for where, text, *_ in row["lines"] if text},
         collector_ms=sum(u.collector_ms for u in clean) / n,
         losses=tuple(log["losses"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.core.measurement import QUIET, Comparison, Interval
-from trimtab.core.trial import State, Trial
+from trimtab.core.trial import Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
 from trimtab.evaluation.fidelity import MADE_AGAIN
@@ -128,7 +128,7 @@ def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[
 
 
 def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) -> str:
-    others = [t for t in trials if t.state is not State.SKIPPED and t.recipe.backend.name != "eager"]
+    others = ranking.others(trials)
     if not others:
         return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
     if ranking.value(eager, objective) is None:

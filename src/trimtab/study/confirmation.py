@@ -7,6 +7,7 @@ import datetime as dt
 
 from trimtab._internal.serialization import dumps, from_json, to_json
 from trimtab.artifact.artifact import Artifact, open_artifact
+from trimtab.core.recipe import Recipe
 from trimtab.core.trial import Trial
 from trimtab.errors import ArtifactError, StorageError, WorkloadError
 from trimtab.evaluation.confirm import Confirmation
@@ -40,15 +41,19 @@ def confirm(
     Raises:
         StorageError: the artifact cannot be written. No other trial ships instead.
     """
+    itself = trial is eager and not (trial.recipe.passes or must_win or ranking.misses(trial, study.options.limits))
+    if itself and trial.size_mb is None:
+        return Best(trial=trial, confirmation=_as_searched(trial), artifact=None)
+    wanted = _rivals(study, trial, eager, itself=itself)
     key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
     key += "" if must_win else " without a gain"  # a trial refused for lack of gain may still ship as the original
+    key += "" if wanted else ", untimed"
     if (before := _confirmed_before(study, trial, key)) is not None:
         return before
-    wanted = {"as_written": study.baseline} | ({} if eager.recipe == study.baseline else {"tuned": eager.recipe})
     timing_s = CONFIRM * study.options.timing_s
     if trial is eager:
         timing_s = ranking.in_time(0.5 * study.options.timing_s, end)
-    count = confirmation_starts.expected(study, trial, timing_s)
+    count = 1 if itself else confirmation_starts.expected(study, trial, timing_s)
     timing = start_timing(timing_s, count)
     plan = dataclasses.replace(study.plan(seconds=timing.seconds, width=0.02), min_quads=timing.min_quads)
     common = study.runner.job() | {
@@ -59,7 +64,9 @@ def confirm(
         "weights": study.prepared.weights,
         "ships": trial.size_mb is not None,
     }
-    earlier = confirmation_starts.earlier(study, trial, wanted, common, count - 1, end)
+    earlier = confirmation_starts.Earlier({})
+    if not itself:
+        earlier = confirmation_starts.earlier(study, trial, wanted, common, count - 1, end)
     if earlier.judged is not None and not earlier.judged.ok:
         return _noted(study, trial, key, earlier.judged, f"{confirmation_starts.FOLDER}/{trial.recipe.hash}/{LOG}")
     job = common | {
@@ -79,10 +86,29 @@ def confirm(
     if outcome.result is None:
         return Best(trial=trial, confirmation=_failed(trial, outcome, log, original=trial is eager), artifact=None)
     found = from_json(Confirmation, outcome.result)
+    if not wanted:
+        found = dataclasses.replace(found, latency_ms=trial.latency_ms, throughput=trial.throughput)
     if found.undecided and once_more and not study.interrupted():
         _note_tried(study, trial)
         return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)
     return _noted(study, trial, key, found, log)
+
+
+def _rivals(study: Study, trial: Trial, eager: Trial, *, itself: bool) -> dict[str, Recipe]:
+    """What ``trial`` is timed against, which is never itself. The original that stays (``itself``) is timed in the form that
+    ships, whose speed may differ; if nothing else was tried, time is short and it is not timed."""
+    if itself and not ranking.others(study.trials):
+        return {}
+    tuned = eager.recipe not in (study.baseline, trial.recipe)
+    return {"as_written": study.baseline} | ({"tuned": eager.recipe} if tuned else {})
+
+
+def _as_searched(trial: Trial) -> Confirmation:
+    """The confirmation of an original without files: the figures of the search, because nothing was selected. Its speed-up over
+    itself is none."""
+    shared = ("latency_ms", "throughput", "score", "drop", "parity", "cold_s", "peak_mb")
+    figures = {name: getattr(trial, name) for name in shared} | {"baseline_score": trial.score}
+    return Confirmation(recipe=trial.recipe, ok=True, loaded=False, again=False, **figures)
 
 
 def _confirmed_before(study: Study, trial: Trial, key: str) -> Best | None:

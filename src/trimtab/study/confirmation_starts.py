@@ -109,7 +109,8 @@ def beside(
     absent = [name for name in wanted if not rivals.alive(name)]
     for name in absent:
         rivals.start(name, wanted[name], fresh=True)
-    with study.runner.worker({**job, "rivals": rivals.addresses}, folder) as worker:
+    addresses = {name: address for name, address in rivals.addresses.items() if name in wanted}
+    with study.runner.worker({**job, "rivals": addresses}, folder) as worker:
         try:
             for name in absent:
                 rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)

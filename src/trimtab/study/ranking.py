@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from trimtab._internal.text import listed
 from trimtab.core.backend import Backend
 from trimtab.core.limits import Limits
 from trimtab.core.measurement import LEAST_GAIN, Drop, Interval, Measurement
@@ -25,7 +26,7 @@ LARGE_DROP = 0.2
 """A larger limit of drop or error is probably a missing percent sign."""
 TINY_DROP, BEYOND_SHARES = 1e-3, 10.0
 """A limit below this share of a score above the second number is probably meant in percent."""
-NAMED = 5
+NAMED = 2
 """The largest number of recipes that a note names."""
 MORE = 1.1
 """Least growth of a time or memory limit for another try. Free memory varies from run to run."""
@@ -272,6 +273,11 @@ def ahead(
     return sorted(behind, key=lambda trial: -(trial.speedup.value if trial.speedup else 0.0))[:1]
 
 
+def others(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials of other runtimes than that of the original, without those that could not begin."""
+    return [trial for trial in trials if trial.state is not State.SKIPPED and trial.recipe.backend.name != "eager"]
+
+
 def surely_ahead(trial: Trial, eager: Trial, objective: Objective) -> bool:
     """Whether ``trial`` surely beats ``eager``, and is in :func:`ahead` for more than its apparent gain."""
     one, other = value(trial, objective), value(eager, objective)
@@ -396,6 +402,6 @@ def in_time(seconds: float, end: float | None, share: float = TIMED) -> float:
 
 def too_short(left_out: Sequence[Trial]) -> str:
     """A sentence about the recipes that the budget left no time for."""
-    names = [str(trial.recipe) for trial in left_out]
-    more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
-    return f"The budget was too short to try {', '.join([*names[:NAMED], *more])}."
+    rest = ", which the report lists" if len(left_out) > NAMED else ""
+    names = listed([str(trial.recipe) for trial in left_out], NAMED)
+    return f"The budget was too short to try {names}{rest}. The same command goes on with them."

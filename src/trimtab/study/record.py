@@ -182,6 +182,8 @@ class Record:
     """How smaller networks were asked for."""
     train_s: float | None = None
     """Seconds that these may take in all; ``None`` if nothing was said."""
+    untried: tuple[str, ...] = ()
+    """Recipes that the budget left no time for in the last run, in the order of the search."""
     energy: Energy | None = None
     """Energy of a call of what ships and of the original, or the reason why it is unknown."""
     verified: Verified | None = None

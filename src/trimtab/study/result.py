@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
+from trimtab._internal.notebook import link, paragraph, preformatted
 from trimtab._internal.serialization import to_json
 from trimtab.artifact.artifact import Artifact
 from trimtab.core.measurement import UNRELIABLE, Interval
@@ -95,8 +95,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The sentence, the ladder and a link to the report, for notebooks."""
-        link = "" if self.report is None else f'<p><a href="{html.escape(str(self.report))}">report</a></p>'
-        return f"<p>{html.escape(self.sentence)}</p><pre>{html.escape(str(self.ladder()))}</pre>{link}"
+        return paragraph(self.sentence) + preformatted(str(self.ladder())) + link(self.report, "report")
 
     @property
     def trials(self) -> list[Trial]:
@@ -203,6 +202,7 @@ class Result:
             "best": None if best is None else self._best(),
             "steps": to_json(self.steps()),
             "note": self.study.storage.noted(NOTE),
+            "untried": list(study.record().untried),
             "artifact": None if best is None or best.artifact is None else str(best.artifact.path),
             "report": None if self.report is None else str(self.report),
             "seconds": self.seconds,

@@ -241,6 +241,7 @@ class Study:
             trainings=self.trainings.all,
             compress=self.options.compress,
             train_s=self.options.train_s,
+            untried=tuple(str(trial.recipe) for trial in self._left_out),
         )
 
     def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None) -> Trial | None:
@@ -310,6 +311,7 @@ class Study:
         return SearchState(
             throughput=self.options.objective == "throughput",
             convolves=self.prepared.convolves,
+            small=self.options.objective == "size" or self.options.limits.size_mb is not None,
             compress=self.options.compress,
             **self._trainings_allowed(),
             feasible=lambda trial: ranking.feasible(trial, self.options.limits),

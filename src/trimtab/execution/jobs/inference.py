@@ -45,7 +45,6 @@ from trimtab.evaluation.evaluate import (
     evaluate,
     load_saved,
     one_call,
-    ours,
     rows,
     runner_for,
     save,
@@ -63,7 +62,6 @@ from trimtab.execution.workload_transfer import authkey
 from trimtab.hardware.environment import Environment, measured_peaks
 from trimtab.importers.load import load_workload
 from trimtab.measure.memory import PeakMemory
-from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.timer import Runner
 from trimtab.tensors.structure import cloned, flatten, unflatten
@@ -158,7 +156,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         reading_s = time.monotonic() - begun
         weights_found = reproducibility.weights_of(subject.model)
         reproducibility.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
-        again = materialize(subject, pathlib.Path(job["prepared"]))
+        again = materialize(subject, pathlib.Path(job["prepared"]), reading_s)
         call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
         evaluation = subject.workload.evaluation
         doublets = leakage.check(subject.splits, evaluation)
@@ -216,7 +214,11 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     candidate = fresh(subject) if job["fresh"] else subject.candidate
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job.get("files", folder)), candidate)
     runner = runner_for(executable, candidate, subject, job["objective"])
-    facts = {"sizes": [list(leaf.shape) for leaf in candidate.leaves], "load_s": time.monotonic() - begun}
+    facts = {
+        "sizes": [list(leaf.shape) for leaf in candidate.leaves],
+        "examples": rows(subject.candidate.leaves, executable.signature),
+        "load_s": time.monotonic() - begun,
+    }
     write_json(folder / READY, facts)
     serve(runner, job["address"], authkey())
     return {}
@@ -230,13 +232,14 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     executable = artifact.load(trust=job["trust"]) if original is None else original
     runner: Runner
     leaves = artifact.golden().cases[0].inputs
+    examples = rows(leaves, executable.signature)
     if job["objective"] == "throughput":
-        runner = together(executable, _at_its_batch(leaves, executable), rows(leaves, executable.signature))
+        runner = together(executable, _at_its_batch(leaves, executable), examples)
     else:
         args, kwargs = unflatten(executable.signature.input_structure, [leaf.clone() for leaf in leaves])
         runner = one_call(executable, args, kwargs)
     runner.block(1)
-    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in leaves]})
+    write_json(folder / READY, {"sizes": [list(leaf.shape) for leaf in leaves], "examples": examples})
     serve(runner, job["address"], authkey())
     return {}
 
@@ -317,7 +320,7 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject.candidate)
     runner = runner_for(executable, candidate, subject, plan.objective)
     rival = RemoteRunner(job["address"], authkey(), connect_s=job["seconds"])
-    return to_json(compare(runner, rival, width=plan.width, seconds=plan.seconds, pids=ours(rival)))
+    return to_json(in_start(runner, rival, plan))
 
 
 def start_job(job: Job, folder: pathlib.Path) -> Any:
@@ -402,7 +405,9 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
     figures["inputs"] = subject.candidate.describe()
     if job.get("thread_limit") is not None:
         figures["thread_limit"] = job["thread_limit"]
-    if not executable.settings.memory.keep_freed:  # this process cannot undo it; the original lacks it
+    if found.recipe == Recipe(backend=original):
+        figures["baseline_speedup"] = to_json(found.speedup)
+    elif not executable.settings.memory.keep_freed:  # this process cannot undo it; the original lacks it
         torch.set_num_threads(job["threads"])
         travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
         figures["baseline_speedup"] = to_json(travels)

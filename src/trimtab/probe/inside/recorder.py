@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import (
+    anomaly,
     audit,
     calls,
     clock,
     facts,
-    glimpses,
     growth,
     hooks,
     line_counts,
@@ -69,7 +69,7 @@ _busy_at_start: tuple[int, float, float] | None = None
 _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
-_counting = _glimpsing = False
+_counting = _trying_anomaly = False
 _warm_s = time.time()
 _out_of_time = False
 _owner = os.getpid()
@@ -184,13 +184,13 @@ def _mark(key: Key) -> None:
         return
     count = len(of_key)
     mixed = before is not None and now[4:6] != before[4:6]
-    if _glimpsing:
-        if _out_of_time or before is None or glimpses.ended_step(_cost(before, now), mixed):
+    if _trying_anomaly:
+        if _out_of_time or before is None or anomaly.ended_step(_cost(before, now), mixed):
             finish(False)
         return
     if _counting:
         line_counts.stop()
-        _glimpse(of_key)
+        _try_anomaly(of_key)
         return
     if _profiled_from is not None:
         if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
@@ -238,14 +238,14 @@ def _cost(before: Snapshot, now: Snapshot) -> float:
     return (now[7] - before[7]) / 1e6 if facts.device() == "cpu" else _ms(before, now)
 
 
-def _glimpse(of_key: list[Snapshot]) -> None:
-    """Try settings for a few more steps, as evidence. All else is written first, for the case that one ends the process."""
-    global _counting, _glimpsing
-    _counting, _glimpsing = False, True
+def _try_anomaly(of_key: list[Snapshot]) -> None:
+    """Run a few more steps without anomaly mode and with it, if it is on. All else is written first."""
+    global _counting, _trying_anomaly
+    _counting, _trying_anomaly = False, True
     if rank() == 0:
         attempt(_write, False, "early")
     steps_ms = [_ms(one, other) for one, other in itertools.pairwise(of_key[:_profiled_from])]
-    if _out_of_time or not steps_ms or not glimpses.start(statistics.median(steps_ms)):
+    if _out_of_time or not steps_ms or not anomaly.start(statistics.median(steps_ms)):
         finish(False)
 
 
@@ -327,7 +327,7 @@ def _write(finished: bool, name: str = "log") -> None:
             "runs": {site(place): count for place, count in line_counts.found.items()},
             "sites": [[name, shape, site(place), n] for (name, shape, place), n in line_counts.operators.items()],
             "arrivals": _arrivals,
-            "tried": glimpses.found,
+            "anomaly_share": anomaly.share(),
             **facts.collect(_warm_s),
             "texts": texts(),
         },

@@ -43,6 +43,9 @@ AUTO_ONLY = frozenset({"drop_layers"})
 """Passes that ``compress="prune"`` does not try."""
 PROMISING = 0.5
 """Least share of the best lossless speed at which a backend is tried with less precision."""
+FOUR_BITS_PAY = 1.3
+"""Least gain of 8-bit weights at which 4-bit weights are tried. 8 bits save three quarters of the bytes of the weights, and 4
+bits one eighth more, a sixth of that: where 8 bits gain less than this factor, 4 bits gain less than 5% on top."""
 
 
 @functools.cache
@@ -77,6 +80,8 @@ class SearchState:
     """Updates of a training, and of longer ones where the limit is not kept, or by little."""
     trainings: int = MOST_TRAININGS
     """Most trainings of networks that one pass has made smaller."""
+    small: bool = False
+    """Whether the size of the files is the objective, or has a limit."""
 
     def tries(self, way: str) -> bool:
         """Whether smaller networks are made in the ``way``, such as ``prune``."""
@@ -135,6 +140,7 @@ class Ladder(Sampler):
         yield from _knobs(done, facts)
         yield from _precision([tuned.backend], tuned, done, facts, everyone=True)
         yield from _lossless(slow, tuned)
+        yield from _four_bits([*runtimes, *relatives, *slow], tuned, done, facts)
         yield from _precision(slow, tuned, done, facts)
         yield from _compressed(done, facts)
         yield from _knobs(done, facts)
@@ -172,8 +178,7 @@ def _precision(
     for recipe in lossless:
         if not everyone and _speed(done.get(recipe.hash)) < PROMISING * top:
             continue
-        lossy = [backend for backend in search_space.variants(recipe.backend) if not backend.exact]
-        for backend in sorted(lossy, key=lambda backend: _late(backend, facts)):
+        for backend in _lossy(recipe.backend, facts):
             yield Ask("precision", dataclasses.replace(recipe, backend=backend))
         for step in () if recipe.backend.own_graph else _honoured(search_space.passes(exact=False), recipe.backend):
             for variant in (step, *search_space.variants(step)):
@@ -194,6 +199,28 @@ def _layers_back(recipe: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
         if trial is not None and but is not None:
             over = max((_speed(each) for each in done.values() if each.state is State.COMPLETE and not misses(each)), default=0)
             yield from (Ask("precision", each) for each in given_back(trial, over, done, but))
+
+
+def _four_bits(backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
+    """Ask for 4-bit weights on each backend where 8-bit weights keep the accuracy limit and gain :data:`FOUR_BITS_PAY`."""
+    for backend in backends:
+        recipe = Recipe(passes=_inherited(tuned, backend), backend=backend)
+        forms = [dataclasses.replace(recipe, backend=form) for form in search_space.variants(backend) if form.quantizes]
+        eight = [form for form in forms if not form.backend.needs and not _is_four_bits(form.backend)]
+        known, plain = next((done[form.hash] for form in eight if form.hash in done), None), done.get(recipe.hash)
+        if known is None or plain is None or not holds(known) or not _pays(known, plain, facts, least=FOUR_BITS_PAY):
+            continue
+        yield from (Ask("precision", form) for form in forms if _is_four_bits(form.backend))
+
+
+def _lossy(backend: Backend, facts: SearchState) -> list[Backend]:
+    """The lossy variants of ``backend``, most promising first; 4-bit weights only if small files are asked for."""
+    found = [each for each in search_space.variants(backend) if not each.exact and (facts.small or not _is_four_bits(each))]
+    return sorted(found, key=lambda each: _late(each, facts))
+
+
+def _is_four_bits(backend: Backend) -> bool:
+    return str(getattr(backend, "precision", "")).startswith("int4")
 
 
 def _late(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
@@ -320,8 +347,7 @@ def _smaller(step: Pass) -> list[Pass]:
 def _less_precise(base: Trial, best: Trial, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     """Ask for lossy variants of the backend of ``best``, without those that slowed down ``base``, its full-sized form. Where
     one misses the limit, its most sensitive layers go back to float."""
-    lossy = [backend for backend in search_space.variants(best.recipe.backend) if not backend.exact]
-    for backend in sorted(lossy, key=lambda backend: _late(backend, facts)):
+    for backend in _lossy(best.recipe.backend, facts):
         known = done.get(dataclasses.replace(base.recipe, backend=backend).hash)
         if known is None and _same_precision(backend, best.recipe.backend):
             continue
@@ -347,13 +373,14 @@ def _fastest(done: Mapping[str, Trial], *, exact: bool = False) -> list[Trial]:
     return [trial for trial in order if _speed(trial) >= PROMISING * _speed(order[0])][:COMPRESSED_ON]
 
 
-def _pays(trial: Trial, over: Trial, facts: SearchState) -> bool:
-    """Whether ``trial`` is so much better than ``over`` in the objective that it is worth a training, or one is unmeasured."""
+def _pays(trial: Trial, over: Trial, facts: SearchState, least: float = PAYS) -> bool:
+    """Whether ``trial`` is better than ``over`` in the objective by the factor ``least``, from which on it is worth a training,
+    or one is unmeasured."""
     one, other = facts.value(trial), facts.value(over)
     if one is None or other is None:
         return True
     gain = other / one if one < 0 else _speed(trial) / max(_speed(over), 1e-9)  # memory and size are negated
-    return gain >= PAYS
+    return gain >= least
 
 
 def _knobs(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from trimtab._internal.notebook import preformatted
 from trimtab._internal.user_code import user_code
 from trimtab.measure.flops import count_flops
 from trimtab.tensors.structure import tensors_of
@@ -88,7 +88,7 @@ class ModelSummary:
 
     def _repr_html_(self) -> str:
         """The table for notebooks."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return preformatted(str(self))
 
 
 def model_summary(model: nn.Module, batch: Batch) -> ModelSummary:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 from collections.abc import Mapping
 
+from trimtab._internal.notebook import preformatted
 from trimtab._internal.text import counted
 from trimtab.core.settings import Settings
 from trimtab.train.runtime.step_clock import PHASES
@@ -66,7 +66,7 @@ class Summary:
 
     def _repr_html_(self) -> str:
         """The lines of ``str()``, for notebooks."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         """A few lines for a person."""
