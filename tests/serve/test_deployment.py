@@ -152,6 +152,7 @@ def test_all_instances_killed_under_load_lose_nothing() -> None:
 
 def test_a_full_batch_is_sent_ahead_and_is_not_lost_with_its_instance() -> None:
     async def use(deployment: Deployment) -> None:
+        assert await outcome(deployment, call(1)) == 2
         first = asyncio.ensure_future(outcome(deployment, call(SLOW)))
         await asyncio.sleep(0)
         rest = [asyncio.ensure_future(outcome(deployment, call(n))) for n in range(1, 10)]

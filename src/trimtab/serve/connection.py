@@ -21,6 +21,8 @@ from trimtab.serve.frames import Bytes, Reader, pack
 from trimtab.serve.shared_memory import SHARED_BYTES, SharedMemory
 
 INSTANCE = "trimtab.serve.instance"
+AHEAD_S = 0.01
+"""A batch is sent ahead if the last one was computed in less than these seconds."""
 GRACE_S = 5.0
 """Seconds that an instance has to end by itself after its socket was closed."""
 
@@ -76,8 +78,8 @@ class Instance(asyncio.Protocol):
         self._number = 0
         self._shared: tuple[SharedMemory, SharedMemory] | None = None
         """Memory for large bodies: of batches, and of their answers."""
-        self._large_body = self._large_answer = False
-        """Whether the last batch, or the last answer, was large enough for the shared memory."""
+        self._large_body = self._quick = False
+        """Whether the last batch was large enough for the shared memory, and whether the last answer was small and quick."""
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
@@ -120,8 +122,9 @@ class Instance(asyncio.Protocol):
 
     @property
     def takes_next(self) -> bool:
-        """Whether it computes a batch and can be sent the next one. Large ones wait for the shared memory."""
-        return self.state == "ready" and len(self.batches) == 1 and not self._large_body and not self._large_answer
+        """Whether it computes a batch and can be sent the next one. Large ones wait for the shared memory; slow ones gain
+        nothing, and their deadlines could pass meanwhile."""
+        return self.state == "ready" and len(self.batches) == 1 and self._quick and not self._large_body
 
     @property
     def items(self) -> list[Item]:
@@ -212,7 +215,7 @@ class Instance(asyncio.Protocol):
                     if self._shared is None:  # it was killed; its requests are tried again
                         return
                     body = memoryview(bytes(self._shared[1].view(head["shared"])))  # the next answer overwrites it
-                self._large_answer = len(body) >= SHARED_BYTES
+                self._quick = len(body) < SHARED_BYTES and head.get("compute", AHEAD_S) < AHEAD_S
                 self._on_reply(self, head, body)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -25,6 +25,8 @@ LOOK_S = 0.05
 """Least seconds between requests whose inputs are compared with those that the artifact knows."""
 TOGETHER_S = 0.02
 """Seconds after the end of an instance within which others that were killed with it are seen to have ended, too."""
+SPARE_S = 0.25
+"""A batch is sent ahead if its oldest request has these seconds left."""
 STALLED_S = 60.0
 """Seconds after which an instance that computes one batch counts as hanging and is killed."""
 STABLE_S, LONGEST_PAUSE_S = 10.0, 30.0
@@ -148,12 +150,12 @@ class Deployment:
         full = self.batcher.rows * len(self.instances)
         for instance in self.instances:
             if self.batcher.size >= full and instance.takes_next:
-                self._give(instance, full)
+                self._give(instance, full, SPARE_S)
 
-    def _give(self, instance: Instance, least: int = 1) -> bool:
+    def _give(self, instance: Instance, least: int = 1, spare_s: float = 0.0) -> bool:
         """Send the next batch if one of ``least`` waiting requests is due. Whether one was; its deadlines may have passed."""
         now = self._loop.time()
-        batch, wait_s = self.batcher.take(now, least)
+        batch, wait_s = self.batcher.take(now, least, spare_s)
         if wait_s and self._timer is None:
             self._timer = self._loop.call_later(wait_s, self._waited)
         for item in batch:
