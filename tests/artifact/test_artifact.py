@@ -504,6 +504,8 @@ def test_why_no_speed_is_replayed_is_said(pristine: Artifact, tmp_path: pathlib.
     found = trimtab.verify(bare.path)
     assert found.speed is None
     assert "was not given" in (found.speed_reason or "")
+    own = write(tmp_path / "own", BACKENDS["eager"](grad_mode="no_grad"))
+    assert trimtab.verify(own.path).speed_reason == "It is the original itself, and nothing is timed against itself."
 
 
 def test_an_original_that_cannot_be_read_here_is_no_fault_of_the_artifact(folder: pathlib.Path) -> None:
@@ -624,8 +626,10 @@ def test_an_original_that_cannot_be_written_is_left_out(tmp_path: pathlib.Path, 
 
 def test_a_vague_speed_up_is_quoted_by_its_lower_bound(pristine: Artifact) -> None:
     then = to_json(Interval(622.5, 41.31, 9380.0))
-    vague = dataclasses.replace(pristine.manifest, evidence={"speedup": then})
+    evidence = {"speedup": then, "comparison": to_json(comparison(6.26))}
+    vague = dataclasses.replace(pristine.manifest, evidence=evidence)
     assert "speed-up over the model as written: at least 41.31x (95% interval 41.31 to 9380)" in readme(vague, {})
+    assert "- while it was timed: others used 0% of the CPUs" in readme(vague, {})
     found = Verification(
         path="artifact",
         ok=True,
@@ -639,6 +643,7 @@ def test_a_vague_speed_up_is_quoted_by_its_lower_bound(pristine: Artifact) -> No
     )
     said = "\n".join(_lines(found))
     assert "speed:       at least 2.25x the original that travels with it (2.25 to 153.18); when it was" in said
+    assert "\n             measured now: others used " in said
     assert "; when it was written, at least 41.31x the model as written\n" in said
 
 

@@ -56,20 +56,23 @@ class Timing:
         found = self.comparison
         shown = f"{self.subject}: {_figures(found.candidate, self.throughput)}"
         if self.rival is None:
-            return f"{shown}\nnoise: it measures {_ratio(found)} of itself, over {found.pairs} pairs{self._spent}{self._advice}"
+            noise = f"noise: it measures {_ratio(found)} of itself, over {found.pairs} pairs"
+            return f"{shown}\n{noise}{self._measured}{self._advice}"
         verdict = f"speed-up {_ratio(found)} over {found.pairs} pairs: {_verdict(found.ratio)}"
         note = "" if self.note is None else f"\n{self.note}"
         rival = _figures(found.rival, self.rival_throughput)
-        return f"{shown}\n{self.rival}: {rival}\n{verdict}{note}{self._spent}{self._advice}"
+        return f"{shown}\n{self.rival}: {rival}\n{verdict}{note}{self._measured}{self._advice}"
 
     @property
-    def _spent(self) -> str:
+    def _measured(self) -> str:
+        """The conditions, and the energy of a call or why it is unknown."""
+        lines = f"\nconditions: {self.comparison.conditions}"
         if self.energy is None:
-            return ""
+            return lines
         if self.energy.reason is not None:
-            return f"\n{self.energy.reason}"
+            return f"{lines}\n{self.energy.reason}"
         rival = "" if self.energy.rival_j is None else f", {self.rival} {self.energy.rival_j:.3g} J"
-        return f"\nenergy of a call: {self.energy.subject_j:.3g} J{rival} ({self.energy.scope})"
+        return f"{lines}\nenergy of a call: {self.energy.subject_j:.3g} J{rival} ({self.energy.scope})"
 
     @property
     def _advice(self) -> str:

@@ -12,7 +12,7 @@ from trimtab._internal.serialization import from_json
 from trimtab._internal.text import counted
 from trimtab.artifact.manifest import CLAIMS, GOLDEN, LABELS, FileFacts, Manifest
 from trimtab.core.backend import Backend
-from trimtab.core.measurement import Interval
+from trimtab.core.measurement import Comparison, Interval
 from trimtab.core.signature import TensorSpec
 from trimtab.hardware.system import KEEP_MEMORY
 
@@ -200,6 +200,8 @@ def _conditions(manifest: Manifest) -> list[str]:
     lines += [str(gpu) for gpu in here.gpus]
     lines += [f"{name} {here.versions[name]}" for name in manifest.packages if name in here.versions]
     lines.append(f"threads: {manifest.settings.threads or 'the default of the runtime'}")
+    if (timed := manifest.evidence.get("comparison")) is not None:
+        lines.append(f"while it was timed: {from_json(Comparison, timed).conditions}")
     if manifest.evidence.get("thread_limit") is not None:
         lines.append(
             "Other processes used the machine, so both were timed with one thread. `trimtab verify .` on a quiet machine "

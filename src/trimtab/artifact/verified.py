@@ -38,8 +38,8 @@ class Verified:
 
     def __str__(self) -> str:
         threads = "the runtime's number of threads" if self.threads is None else f"threads: {self.threads}"
-        used = f"others used {self.speed.foreign + self.speed.stolen:.0%} of the CPUs"
-        return f"{self.speed.ratio.times()} the original in the artifact ({threads}; {used}; {self.environment.cpu}; {self.at})"
+        where = f"{self.speed.conditions}; {self.environment.cpu}; {self.at}"
+        return f"{self.speed.ratio.times()} the original in the artifact ({threads}; {where})"
 
 
 def beside(folder: pathlib.Path) -> pathlib.Path:

@@ -130,6 +130,7 @@ def _lines(found: Verification) -> Iterator[str]:
         ratio = found.speed.ratio
         bounds = "95% interval" if ratio.unclear else ratio.bounds()
         yield f"speed:       {ratio.single()} the original that travels with it ({bounds}){_promised(found)}"
+        yield f"             measured now: {found.speed.conditions}"
         if found.speed.doubt is not None:
             yield f"             {found.speed.doubt}"
     if found.record is not None or found.record_reason is not None:

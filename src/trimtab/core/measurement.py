@@ -120,8 +120,8 @@ class Comparison:
     """Blocks discarded because other processes used the CPU."""
     sampling: Interval | None = None
     """Interval of the ratio from the spread of the samples alone, if ``ratio`` was widened because of other load."""
-    estimates: tuple[float, float] | None = None
-    """Lowest and highest of several estimates of the ratio that other load biases differently, if ``ratio`` was widened by
+    estimates: tuple[float, ...] | None = None
+    """Estimates of the ratio that other load biases differently, always in the same order, if ``ratio`` was widened to contain
     them."""
     noise: float | None = None
     """Spread of the baseline against itself: half the width of the central 95% of its block ratios."""
@@ -142,6 +142,12 @@ class Comparison:
     count. 0 if they were too few, so that the time counts for which the threads ran. ``None`` with several threads."""
     stopped_by: StoppedBy = "width"
     """Why sampling ended: the interval was narrow enough, the time was up, or the requested pairs were done."""
+
+    @property
+    def conditions(self) -> str:
+        """The conditions of the timing, as text: ``one thread each, others used 43% of the CPUs``."""
+        threads = "" if self.undisturbed is None else "one thread each, "
+        return f"{threads}others used {self.foreign + self.stolen:.0%} of the CPUs"
 
     @property
     def few(self) -> bool:

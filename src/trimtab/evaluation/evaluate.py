@@ -78,6 +78,8 @@ class Plan:
     """Stop a recipe whose speed-up is surely below this after the first timing."""
     best: float = 0.0
     """Keep the first timing of a recipe whose speed-up is surely below this: it cannot win."""
+    brief: bool = False
+    """Keep the first timing of every recipe, so that more of them are tried."""
 
 
 def evaluate(
@@ -172,7 +174,7 @@ def _pipeline(
             )
 
     final = first
-    if not slow and not behind:
+    if not (slow or behind or plan.brief):
         with stage("timing"):
             final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)

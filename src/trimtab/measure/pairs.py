@@ -305,7 +305,7 @@ def _result(
         seen = [ratio.value, _ratio(used).value, *quantiles, _running_time_ratio(used)]
         if (best := session.quickest) is not None:
             seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
-        estimates = min(seen), max(seen)
+        estimates = tuple(seen)
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
     return Comparison(
         ratio=ratio,

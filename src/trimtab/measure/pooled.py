@@ -45,7 +45,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     that agree by chance do not give a narrow interval. A single start uses the prior as a known variance.
 
     Two uncertainties that more starts do not reduce widen the interval further. One is the effect of neighbours on both sides,
-    as the medians of the starts' lowest and highest :attr:`~trimtab.core.measurement.Comparison.estimates`. The other is a time
+    as the medians over starts of each of the :attr:`~trimtab.core.measurement.Comparison.estimates`. The other is a time
     of the rival that differs from the one in ``seen`` at the same pace of the cores, as for a model that has two speeds for
     minutes.
 
@@ -67,9 +67,8 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     half = quantile * math.sqrt(variance / n)
     low, high = min(centre - half, value), max(centre + half, value)
     alone = Interval(math.exp(value), math.exp(low), math.exp(high))
-    estimates = [found.estimates or (found.ratio.value, found.ratio.value) for found in starts]
-    low = min(low, statistics.median(math.log(lowest) for lowest, _ in estimates))
-    high = max(high, statistics.median(math.log(highest) for _, highest in estimates))
+    estimates = _estimates(starts)
+    low, high = min([low, *map(math.log, estimates)]), max([high, *map(math.log, estimates)])
     times = [found.rival.median for found in starts]
     if known and abs(shift := statistics.median(known) - statistics.median(map(math.log, times))) > half:
         low, high = min(low, value + shift), max(high, value + shift)
@@ -78,12 +77,11 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
         name: sum(getattr(found, name) * found.pairs for found in starts) / total for name in ("foreign", "stolen", "slowed")
     }
     every = [*times, *map(math.exp, known)]
-    disturbed = 2 * sum(found.estimates is not None for found in starts) > n
     return dataclasses.replace(
         starts[-1],
         ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
-        sampling=alone if disturbed else None,
-        estimates=(math.exp(low), math.exp(high)) if disturbed else None,
+        sampling=alone if estimates else None,
+        estimates=estimates or None,
         pairs=total,
         candidate=_middle_measurement([found.candidate for found in starts]),
         rival=_middle_measurement([found.rival for found in starts]),
@@ -95,6 +93,16 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
         undisturbed=min((found.undisturbed for found in starts if found.undisturbed is not None), default=None),
         **shares,
     )
+
+
+def _estimates(starts: Sequence[Comparison]) -> tuple[float, ...]:
+    """The median over ``starts`` of each estimate; empty unless most starts were disturbed. One that was not has one estimate,
+    its ratio."""
+    disturbed = [found.estimates for found in starts if found.estimates is not None]
+    if 2 * len(disturbed) <= len(starts):
+        return ()
+    quiet = [found.ratio.value for found in starts if found.estimates is None]
+    return tuple(statistics.median([*each, *quiet]) for each in zip(*disturbed, strict=False))
 
 
 def _trimmed(logs: Sequence[float]) -> tuple[float, float, int]:

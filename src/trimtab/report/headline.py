@@ -106,6 +106,7 @@ def conditions(record: Record) -> str:
     if found is not None and found.rival_ms is not None:
         low, high = words.all_milliseconds(found.rival_ms)
         pairs += f" over {words.count(found.starts, 'start')}; from start to start the original took {low} to {high}"
+    pairs += "" if found is None else f"; {found.conditions}"
     threads = words.count(record.prepared.threads, "thread")
     inputs = words.clipped(record.prepared.inputs, 200)
     when = record.confirmation.measured_at if record.confirmation is not None else None

@@ -78,7 +78,7 @@ def _measured(study: Study, found: Confirmation) -> str:
     if timed is None or timed.sampling is None or not found.speedup.vague:
         return speed(found.speedup)
     slow = f", and the cores were slower than usual for {timed.slowed:.0%} of the time" if timed.slowed > QUIET else ""
-    return f"{speed(found.speedup)}, as things are: others used {timed.foreign + timed.stolen:.0%} of the CPUs{slow}"
+    return f"{speed(found.speedup)}, as things are: {timed.conditions}{slow}"
 
 
 def _cost(study: Study, found: Best) -> str:

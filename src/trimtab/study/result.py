@@ -147,14 +147,17 @@ class Result:
 
     def _in_turns(self, entry: dict[str, Any], trial: Trial) -> dict[str, Any]:
         """``entry`` of ``trial``. The model as written, and an original that is kept, get the latency that the confirmation
-        measured in turns with what ships: a latency of another minute does not fit the confirmed speed-up."""
+        measured in turns with what ships, if it was timed: a latency of another minute does not fit the confirmed speed-up."""
         if self.best is None or not self.best.confirmation.ok:
             return entry
         kept, found = self.kept and trial.recipe == self.best.trial.recipe, self.best.confirmation.comparison
         if kept:
             entry["speedup"] = {"value": 1.0, "low": 1.0, "high": 1.0}
-        if found is not None and self.study.options.objective != "throughput" and (kept or trial.recipe == self.study.baseline):
-            entry["latency_ms"] = {"median": found.rival.median, "p90": found.rival.p90}
+        if self.study.options.objective == "throughput" or not (kept or trial.recipe == self.study.baseline):
+            return entry
+        searched = next((each.latency_ms for each in self.study.trials if each.recipe == self.study.baseline), None)
+        if (written := searched if found is None else found.rival) is not None:
+            entry["latency_ms"] = {"median": written.median, "p90": written.p90}
         return entry
 
     def _before(self) -> float | None:

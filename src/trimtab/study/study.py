@@ -40,6 +40,8 @@ from trimtab.study.trainings import Trainings
 
 THREAD_LIMIT = "thread limit"
 """Key in the storage: the number of threads of the study, and what other processes used as it began."""
+LENT = 0.5
+"""Share of the time kept for the confirmation that the first form of a runtime may take."""
 KEEP = 3
 """Number of best trials whose files stay on disk, so that the next one can ship if a confirmation fails."""
 
@@ -178,20 +180,23 @@ class Study:
     def search(self, *, deadline: float | None = None, reserve: Callable[[], float] = float, most: int | None = None) -> None:
         """Ask, evaluate and tell until the search ends, until ``deadline`` (``time.monotonic``), or for ``most`` new trials.
 
-        Once a trial beats the original, the last ``reserve()`` seconds are kept for its confirmation.
+        Once a trial beats the original, the last ``reserve()`` seconds are kept for its confirmation. The first form without
+        loss of a runtime may take the share :data:`LENT` of them: it may be several times as fast.
         """
         new, self._end, self._left_out = 0, deadline, []
         if self.task.mode == "infer" and all(trial.recipe != self.baseline for trial in self._trials):
             self.runner.check_baseline()  # before anything is timed
         with self.runner.servers(RIVALS) as rivals:
             while most is None or new < most:
-                end = None if deadline is None else deadline - reserve() * self._found_something()
-                if self._lost or self.interrupted() or (self._trials and self.runner.over(end)):
+                kept = reserve() * self._found_something()
+                latest = None if deadline is None else deadline - (1 - LENT) * kept
+                if self._lost or self.interrupted() or (self._trials and self.runner.over(latest)):
                     break
                 self.progress.stage("searching")
                 ask = self.ask()
                 if ask is None:
                     break
+                end = latest if latest is None or self._first_form(ask) else latest - LENT * kept
                 if not self._affordable(ask, end):
                     self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
                     if self.sampler.declined(len(self._left_out)):
@@ -252,7 +257,7 @@ class Study:
         ready = self.trainings.ensure(ask.recipe, deadline)
         if not isinstance(ready, bool):
             return None if ready is None else dataclasses.replace(ready, stage=ask.stage)
-        trial = self.runner.trial(ask.recipe, self.plan(**self._to_reach(ask)), rivals, deadline)
+        trial = self.runner.trial(ask.recipe, self._plan_for(ask), rivals, deadline)
         return None if trial is None else dataclasses.replace(trial, stage=ask.stage)
 
     def _why_not(self, recipe: Recipe) -> str | None:
@@ -297,15 +302,17 @@ class Study:
             trial, seconds=self.trainings.limit_s if trains else self.options.trial_s, memory_mb=self.runner.memory_mb
         )
 
-    def _to_reach(self, ask: Ask) -> dict[str, float]:
-        """The duration of the timing, and thresholds for its first part, which the stages as_written and tuned do not have.
+    def _plan_for(self, ask: Ask) -> Plan:
+        """How the trial of ``ask`` is timed, with thresholds for its first timing, which the model as written does not have.
 
         Within a budget the form of every runtime without loss is timed briefly, before others are timed at length.
         """
         early = ask.stage in ("as_written", "tuned", "lossless")
         seconds = ranking.in_time(self.options.timing_s, self._end, ranking.EARLY if early else ranking.TIMED)
         reach = ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
-        return {"seconds": seconds} | ({} if ask.stage in ("as_written", "tuned") else reach)
+        plan = self.plan(seconds=seconds, **({} if ask.stage in ("as_written", "tuned") else reach))
+        brief = early and seconds < self.options.timing_s
+        return dataclasses.replace(plan, brief=brief, quick_s=seconds / 2) if brief else plan
 
     def _facts(self) -> SearchState:
         return SearchState(
@@ -317,6 +324,11 @@ class Study:
             feasible=lambda trial: ranking.feasible(trial, self.options.limits),
             value=lambda trial: ranking.value(trial, self.options.objective),
         )
+
+    def _first_form(self, ask: Ask) -> bool:
+        """Whether ``ask`` is the first form without loss of its runtime."""
+        name = ask.recipe.backend.name
+        return ask.stage == "lossless" and all(trial.recipe.backend.name != name for trial in self._trials)
 
     def _trainings_allowed(self) -> dict[str, Any]:
         """More and longer trainings, if the user gave a budget for them."""
