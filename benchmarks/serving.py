@@ -3,7 +3,11 @@
     python benchmarks/serving.py                                  # at most 15 minutes on two cores that nobody else uses
     python benchmarks/serving.py --quick                          # one short round of two models; about 2 minutes
     python benchmarks/serving.py --check                          # starts every server once, and asks it for a second
-    python benchmarks/serving.py --json benchmarks/results/serving.json
+    python benchmarks/serving.py --json benchmarks/results/serving.json            # one piece, at most 7 minutes
+    python benchmarks/serving.py --json FILE --only identity --fresh               # one model, from the beginning
+
+With --json the measurements add up in a file, which is written after each: the same command goes on where the last one has
+ended, until no measurement is left. The exit status is 2 while some are left.
 
 Three interleaved rounds. In each round every server is started alone, answers one request that is compared with the bare model,
 and gets the same load: 32 connections of wrk, closed loop, JSON. Client and server share the CPUs. All servers have one copy of
@@ -22,7 +26,8 @@ Targets, medians of the rounds:
 - mlp: compute per request at most 1.1 times the bare one's, both in CPU time, as client, front and instance share cores. The
   bare executable computes batches of the same sizes in a mixed order, in turns with the load.
 
-The exit status is 1 if a target is missed.
+Each target is printed as met, MISSED or not measured, with its figure for the medians and its range over the rounds. The exit
+status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -37,7 +43,6 @@ import re
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,8 +52,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import psutil
+from serving_report import PEERS, Store, median, verdicts
 
-from trimtab._internal.serialization import write_json
+from trimtab._internal.units import seconds
 from trimtab.hardware.environment import Environment, cache_folder
 from trimtab.measure.host import others
 
@@ -57,12 +63,13 @@ PACKAGES = ("litserve==0.2.19", "ray[serve]==2.60.0", "fastapi", "uvicorn[standa
 TRITON_PACKAGES = ("nvidia-pytriton==0.7.0", "numpy<2", "onnxruntime")
 SYSTEM_PYTHON = "/usr/bin/python3"
 """The Python whose library Triton's Python backend is linked with."""
-PEERS = ("litserve", "fastapi", "ray", "triton")
 MODELS = ("identity", "mlp", "digits", "minilm")
 CONNECTIONS, WARM_S, IDLE_S, START_S = 32, 1.0, 2.0, 60.0
 TURNS, TURN_S = 4, 1.0
 """Turns of load and bare executable for the compute of a request, and seconds of each."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+UNFINISHED, FIRST_S = 2, 60.0
+"""Exit status if measurements are left, and seconds that the first measurement of a piece may take."""
 LUA = """
 wrk.method = "POST"
 wrk.headers["Content-Type"] = "application/json"
@@ -354,42 +361,6 @@ def measure(
     return found
 
 
-def median(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure."""
-    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-
-
-def verdicts(report: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
-    """What was asked for: a sentence, the figure, the limit and whether it is kept."""
-    found = list[tuple[str, float, str, bool]]()
-
-    def say(text: str, value: float, limit: float, above: bool) -> None:
-        limits = f"{'at least' if above else 'at most'} {limit:g}"
-        found.append((text, value, limits, value >= limit if above else value <= limit))
-
-    for model, servers in report.items():
-        ours, loop = servers["trimtab"], servers["bare"]
-        if model == "identity":
-            peers = {name: one["rps"] for name, one in servers.items() if name in PEERS}
-            if "litserve" in peers:
-                say("identity, 32 connections: requests per second over LitServe's", ours["rps"] / peers["litserve"], 5.0, True)
-            if peers:
-                best = max(peers, key=peers.__getitem__)
-                say(f"identity, 32 connections: requests per second over {best}'s", ours["rps"] / peers[best], 2.5, True)
-            say(
-                "identity, a lone client: median latency above the bare call, ms", ours["lone_ms"] - 1e3 / loop["1"], 0.5, False
-            )
-            say("identity, no client: share of a CPU", ours["idle"], 0.01, False)
-        if model == "minilm":
-            best = max(loop, key=loop.__getitem__)
-            text = f"minilm, 32 connections: rows per second over the bare loop's at {best} rows"
-            say(text, ours["rps"] / loop[best], 0.9, True)
-        if model == "mlp":
-            text = f"mlp, 32 connections: CPU time of a request over the bare one's, {ours['rows']:.3g} rows a batch"
-            say(text, ours["cpu_ratio"], 1.1, False)
-    return found
-
-
 def check(models: Sequence[str], pythons: Mapping[str, pathlib.Path], scratch: pathlib.Path) -> int:
     """Start every server with every model, ask it for a second, and say which did not answer."""
     failed = 0
@@ -418,15 +389,17 @@ def prepared(model: str, scratch: pathlib.Path) -> pathlib.Path:
 
 
 def main() -> int:
-    """Run the rounds, print the table and the verdict."""
+    """Run what is left of the rounds, print the tables and the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of 2 s on identity and mlp")
     parser.add_argument("--check", action="store_true", help="measure nothing; see that every server starts and answers")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--only", default=",".join(MODELS), help="some of " + ", ".join(MODELS))
     parser.add_argument("--peers", default=",".join(PEERS), help="which peers; empty: none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load; twice as many for minilm")
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    parser.add_argument("--json", type=pathlib.Path, help="keep the figures here, and go on from those that it holds")
+    parser.add_argument("--fresh", action="store_true", help="forget what the file holds of these models")
+    parser.add_argument("--at-most", default="7m", help="how long one piece takes with --json")
     parser.add_argument("--prepare", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -438,51 +411,75 @@ def main() -> int:
         return 0
     if shutil.which("wrk") is None:
         sys.exit("This benchmark needs wrk: apt-get install wrk")
-    models = ["identity", "mlp"] if given.quick else given.models.split(",")
-    rounds, seconds = (1, 2.0) if given.quick else (given.rounds, given.seconds)
+    models = ["identity", "mlp"] if given.quick else given.only.split(",")
+    if unknown := set(models) - set(MODELS):
+        sys.exit(f"There is no model {min(unknown)!r}. Give some of {', '.join(MODELS)}.")
+    rounds, length = (1, 2.0) if given.quick else (given.rounds, given.seconds)
     pythons = peers_that_install([name for name in given.peers.split(",") if name])
-    environment, report, began = Environment.capture(), dict[str, Any](), time.monotonic()
-    print(
-        f"{environment.cpu}, {environment.usable_cores} CPUs; others use {others()}; {rounds} rounds of {seconds:g} s",
-        flush=True,
-    )
+    environment, busy = Environment.capture(), others()
+    print(f"{environment.cpu}, {environment.usable_cores} CPUs; others use {busy}; {rounds} rounds of {length:g} s", flush=True)
+    conditions = {"cpu": environment.cpu, "cores": environment.usable_cores, "seconds": length}
+    store = Store(given.json, conditions | {"packages": [*PACKAGES, *TRITON_PACKAGES]}, models if given.fresh else ())
+    store.begin(others=str(busy), peers=list(pythons))
     with tempfile.TemporaryDirectory() as scratch:
         if given.check:
             return check(models, pythons, pathlib.Path(scratch))
-        for model in models:
-            folder = prepared(model, pathlib.Path(scratch))
-            runs: dict[str, list[dict[str, float]]] = {name: [] for name in ("bare", "trimtab", *pythons)}
-            with Bare(folder) as bare:
-                for _ in range(rounds):
-                    runs["bare"].append(bare.rates(seconds / 8))
-                    for server in ("trimtab", *pythons):
-                        long = seconds * 2 if model == "minilm" else seconds
-                        python = pythons.get(server, pathlib.Path())
-                        runs[server].append(measure(server, model, folder, python, long, bare))
-            report[model] = {name: median(found) for name, found in runs.items()}
-            show(model, report[model], runs)
-    checks, took = verdicts(report), time.monotonic() - began
-    for text, value, limit, kept in checks:
-        print(f"{'met   ' if kept else 'MISSED'} {text}: {value:.3g} ({limit})")
-    print(
-        f"{sum(kept for *_, kept in checks)} of {len(checks)} targets met; medians of {rounds} rounds, {took / 60:.1f} minutes"
-    )
-    if given.json:
-        conditions = {"cpu": environment.cpu, "cores": environment.usable_cores, "rounds": rounds, "seconds": seconds}
-        conditions |= {"packages": [*PACKAGES, *TRITON_PACKAGES], "peers": list(pythons), "minutes": took / 60}
-        write_json(given.json, {"conditions": conditions, "models": report, "verdicts": checks})
-    return 0 if all(kept for *_, kept in checks) else 1
+        until = time.monotonic() + seconds(given.at_most, "--at-most") if given.json else math.inf
+        left = run_pieces(store, models, pythons, rounds, length, until, pathlib.Path(scratch))
+    for model in models:
+        if {"bare", "trimtab"} <= store.runs.get(model, {}).keys():
+            show(model, store.runs[model])
+    found = list(verdicts(store.runs))
+    print("\n".join(line for line, *_ in found))
+    if left:
+        print(f"{left} measurements are left. The same command goes on with them.")
+        return UNFINISHED
+    kept = [kept for *_, kept in found if kept is not None]
+    print(f"{sum(kept)} of {len(kept)} measured targets met, by the medians of the rounds; client and server share the CPUs")
+    return 0 if all(kept) else 1
 
 
-def show(model: str, medians: dict[str, dict[str, float]], runs: dict[str, list[dict[str, float]]]) -> None:
+def run_pieces(
+    store: Store,
+    models: Sequence[str],
+    pythons: Mapping[str, pathlib.Path],
+    rounds: int,
+    length: float,
+    until: float,
+    scratch: pathlib.Path,
+) -> int:
+    """Measure what is missing in ``store``, until another measurement could end after ``until``. How many are left."""
+    servers, longest = ("bare", "trimtab", *pythons), FIRST_S
+    for model in models:
+        todo = store.missing([model], servers, rounds)
+        if not todo or time.monotonic() + longest > until:
+            continue
+        folder = prepared(model, scratch)
+        with Bare(folder) as bare:
+            for _, server in todo:
+                start = time.monotonic()
+                if start + longest > until:
+                    break
+                if server == "bare":
+                    found = bare.rates(length / 8)
+                else:
+                    python = pythons.get(server, pathlib.Path())
+                    found = measure(server, model, folder, python, length * 2 if model == "minilm" else length, bare)
+                store.add(model, server, found)
+                longest = max(longest, time.monotonic() - start)
+                print(f"  {model}: {server}, {time.monotonic() - start:.0f} s", flush=True)
+    return len(store.missing(models, servers, rounds))
+
+
+def show(model: str, runs: Mapping[str, Sequence[dict[str, float]]]) -> None:
     """The table of one model."""
-    loop = medians["bare"]
+    loop = median(runs["bare"])
     best = max(loop, key=loop.__getitem__)
     print(f"{model}: bare loop {loop['1']:,.0f} rows/s at 1 row, {loop[best]:,.0f} at {best}")
-    for name, found in medians.items():
+    for name, rounds in runs.items():
         if name == "bare":
             continue
-        rates = [one["rps"] for one in runs[name]]
+        found, rates = median(rounds), [one["rps"] for one in rounds]
         more = f", idle {found['idle']:.1%}" if "idle" in found else ""
         more += f", lone {found['lone_ms']:.2f} ms" if "lone_ms" in found else ""
         if "cpu_ms" in found:

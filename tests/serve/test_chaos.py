@@ -30,7 +30,8 @@ from tritonclient.utils import InferenceServerException
 
 from trimtab.artifact.artifact import load
 from trimtab.artifact.manifest import FileFacts, Manifest, read_manifest, write_manifest
-from trimtab.serve.load_test import load_test
+from trimtab.errors import UsageError
+from trimtab.serve.load_test import Access, load_test
 
 ROWS = np.random.default_rng(0).normal(size=(3, 16)).astype("f4")
 ONE = ["--instances", "1", "--threads", "1", "--batch", "8"]
@@ -104,6 +105,19 @@ def test_only_the_right_token_opens_and_only_over_tls(
         client.is_server_live()
     assert "open sesame" not in guarded.text
     assert "Traceback" not in guarded.text
+
+
+def test_a_load_test_of_a_guarded_server_takes_its_token_and_certificate(
+    guarded: Server, certificate: tuple[pathlib.Path, pathlib.Path]
+) -> None:
+    url = f"https://localhost:{guarded.port}"
+    found = load_test(url, rate=40, seconds=0.5, access=Access("open sesame", certificate[0]))
+    assert found is not None
+    assert (found.ok, found.errors) == (found.sent, {})
+    with pytest.raises(UsageError, match="answered with 401: .*This server wants a token"):
+        load_test(url, rate=40, access=Access(None, certificate[0]))
+    with pytest.raises(UsageError, match="certificate that is not trusted: .* Give it with --ca"):
+        load_test(url, rate=40, access=Access("open sesame"))
 
 
 def test_the_page_asks_for_the_token(guarded: Server, browser: Any) -> None:

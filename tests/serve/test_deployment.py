@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pathlib
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,7 +18,7 @@ from _fake_instance import DIE, FAIL, SLOW
 from trimtab.serve import connection
 from trimtab.serve.batcher import Answer, Batcher, Item
 from trimtab.serve.connection import StartError
-from trimtab.serve.deployment import Deployment, Layout, cores_of, instance_settings
+from trimtab.serve.deployment import Deployment, Layout, cores_of
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Call, Refusal
@@ -148,6 +150,23 @@ def test_all_instances_killed_under_load_lose_nothing() -> None:
     served(use, instances=2)
 
 
+def test_a_full_batch_is_sent_ahead_and_is_not_lost_with_its_instance() -> None:
+    async def use(deployment: Deployment) -> None:
+        assert await outcome(deployment, call(1)) == 2
+        first = asyncio.ensure_future(outcome(deployment, call(SLOW)))
+        await asyncio.sleep(0)
+        rest = [asyncio.ensure_future(outcome(deployment, call(n))) for n in range(1, 10)]
+        (instance,) = deployment.instances
+        while len(instance.batches) < 2:
+            await asyncio.sleep(0.001)
+        assert ([len(held.items) for held in instance.batches], deployment.batcher.size) == ([1, 4], 5)
+        os.kill(instance.pid, signal.SIGKILL)
+        assert await asyncio.gather(first, *rest) == [2 * SLOW, *(2 * n for n in range(1, 10))]
+        assert deployment.metrics.restarts == 1
+
+    served(use)
+
+
 def test_stopping_answers_what_waits_and_ends_every_process() -> None:
     pids = list[int]()
 
@@ -192,38 +211,51 @@ def test_unlike_sizes_are_grouped_and_the_oldest_goes_first() -> None:
     loop.close()
 
 
-def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, pinned: str = "net", **options: Any) -> Tuning:
-    """What is found for fake instances, which compute 100 rows per second in batches of 1, and 800 in those of 8 and more."""
+def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, path: str = "paced", **options: Any) -> Tuning:
+    """What is found for fake instances, for which a batch of 8 rows takes as long as one of a single row."""
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)
+    monkeypatch.setattr("trimtab.serve.tuning.SAMPLE_S", 0.02)
     given = Options(models={}, **options)
 
-    def make(layout: Layout, number: int) -> connection.Instance:
-        settings = instance_settings(pathlib.Path("net" if not layout.pinned else pinned), layout, number, False)
-        return connection.Instance(settings, lambda *_: None, lambda _: None)
+    def make(layout: Layout) -> Deployment:
+        place = pathlib.Path("paced faster" if layout.pinned and "faster" in path else path.removesuffix("faster"))
+        metrics = ModelMetrics("net", "measured")
+        return Deployment(place, dataclasses.replace(layout, rows=1), metrics, lambda *_, **__: None)
 
-    return asyncio.run(tuned(pathlib.Path("net"), given, make, lambda *_, **__: None))
+    return asyncio.run(tuned(pathlib.Path(path), given, make, lambda *_, **__: None))
 
 
 def test_the_best_layout_and_the_smallest_good_batch_are_found_and_remembered(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = measured(tmp_path, monkeypatch)
-    assert found.layout == Layout(instances=2, threads=1, rows=8)
-    assert {(point.instances, point.threads) for point in found.curve} == {(2, 1), (1, 2)}
-    assert found.lines()[1].startswith("  2 x 1 threads   1: 200  2: 400  4: 800  8: 1,600  16: 1,600")
+    assert found.layout == Layout(instances=2, threads=1, rows=8)  # computing alone does not gain from larger batches
+    assert {point.kind for point in found.curve} == {(2, 1, False), (1, 2, False), (2, 1, True)}
+    assert found.chosen.dispatch_s > found.chosen.batch_s / 2
+    assert re.match(r"  2 x 1 threads   1: [\d,]+  2: [\d,]+  4: [\d,]+  8: [\d,]+  16: [\d,]+$", found.lines()[1])
+    words = r"  dispatch takes [\d.]+ of the [\d.]+ ms of 1 row, [\d.]+ of the [\d.]+ ms of 8 rows$"
+    assert re.match(words, found.lines()[-1])
     again = measured(tmp_path, monkeypatch)
     assert (again.cached, again.curve) == (True, found.curve)
-    assert measured(tmp_path, monkeypatch, instances=1, threads=1).layout == Layout(instances=1, threads=1, rows=8)
     with pytest.raises(StartError, match="no layout fits into --memory 1 MB. Allow more"):
         measured(tmp_path, monkeypatch, memory_mb=1)
+    monkeypatch.setattr("trimtab.serve.tuning.BUDGET_S", 0.0)  # no time for larger batches, or for another layout
+    assert [point.rows for point in measured(tmp_path / "late", monkeypatch).curve if not point.pinned] == [1]
+
+
+def test_a_batch_that_the_model_does_not_bear_is_not_chosen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"instances": 1, "threads": 1}
+    assert measured(tmp_path, monkeypatch, path="paced small", **one).layout == Layout(instances=1, threads=1, rows=4)
+    with pytest.raises(StartError, match="fails on a batch of 16 rows. Give a smaller --batch"):
+        measured(tmp_path, monkeypatch, path="paced small", batch=16)
 
 
 def test_instances_are_pinned_if_that_is_measured_to_be_faster(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(tmp_path, monkeypatch, pinned="faster")
+    found = measured(tmp_path, monkeypatch, path="paced faster", batch=8)
     assert found.layout == Layout(instances=2, threads=1, rows=8, pinned=True)
-    assert found.lines()[-1] == "  2 x 1 threads, pinned   8: 2,400"
-    assert not any(point.pinned for point in measured(tmp_path, monkeypatch, instances=4, threads=1).curve)
+    assert re.match(r"  2 x 1 threads, pinned   8: [\d,]+$", found.lines()[-2])
+    assert not any(point.pinned for point in measured(tmp_path, monkeypatch, instances=4, threads=1, batch=8).curve)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +273,8 @@ def test_each_instance_gets_cores_of_one_node(instances: int, nodes: list[list[i
 
 def test_a_p99_leaves_room_for_two_batches() -> None:
     curve = [
-        Point(instances=1, threads=1, rows=n, rows_per_s=rate, batch_s=n / rate) for n, rate in ((1, 100), (8, 400), (64, 800))
+        Point(instances=1, threads=1, rows=n, rows_per_s=rate, batch_s=n / rate, dispatch_s=0.0)
+        for n, rate in ((1, 100), (8, 400), (64, 800))
     ]
     assert choice(curve, None).rows == 64
     assert choice(curve, 0.05).rows == 8

@@ -84,6 +84,8 @@ def test_calls_in_arrays_are_calls_of_the_artifact(tmp_path: pathlib.Path, backe
     assert [tensor["name"] for tensor in description["inputs"]] == ["x", "keep", "n"]
     assert description["dims"] == {"batch": (2, 8, 2)}
     assert description["known"][2]["high"] >= 3.0
+    assert set(description["known"][1]["values"]) <= {0.0, 1.0}
+    assert "values" not in description["known"][0]
     json.dumps(description["example"])
 
 

@@ -148,12 +148,12 @@ def test_the_alarm_needs_an_interval_above_the_tolerance_or_a_broken_output() ->
 def test_inputs_of_every_datatype_are_counted() -> None:
     forms = [TensorFormat.of("b", "bfloat16", [2]), TensorFormat.of("i", "int64", [2]), TensorFormat.of("e", "bool", [0])]
     known = {"low": 0.0, "high": 2.0, "mean": 1.0, "std": 1.0}
-    drift = InputDrift(forms, [known, known, None])
+    drift = InputDrift(forms, [known, known | {"values": [0.0, 1.0, 2.0]}, None])
     bits = np.array([1.5, np.nan], "f4").view("u4") >> 16
     drift.add([bits.astype("u2").tobytes(), np.array([1, 3], "i8").tobytes(), b""])
     assert [dict(counts) for counts in drift.counts[:2]] == [
         {"sampled": 2, "nan": 1, "outside": 0},
-        {"sampled": 2, "nan": 0, "outside": 1},
+        {"sampled": 2, "nan": 0, "outside": 1, "unseen": 1},
     ]
     assert drift.seen(0) == {"low": 1.5, "high": 1.5, "mean": 1.5, "std": 0.0}
     assert drift.seen(1) == {"low": 1.0, "high": 3.0, "mean": 2.0, "std": 1.0}

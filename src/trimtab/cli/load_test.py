@@ -35,6 +35,14 @@ def load_test_command(
     request: Annotated[
         pathlib.Path | None, typer.Option(parser=File, metavar="FILE", help="Body of an infer request in JSON, instead.")
     ] = None,
+    token_file: Annotated[
+        pathlib.Path | None,
+        typer.Option(parser=typed("token"), metavar="FILE", help="File with the token that the server wants."),
+    ] = None,
+    ca: Annotated[
+        pathlib.Path | None,
+        typer.Option(parser=typed("cert.pem"), metavar="FILE", help="Certificates to trust [the system's]."),
+    ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Allow artifacts that carry native code.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
@@ -52,14 +60,17 @@ def load_test_command(
     if (rate is None) != find:
         raise UsageError("Give either --rate, such as --rate 200, or --find.")
     limit = None if p99 is None else duration(p99, "--p99")
-    if request is not None and not request.is_file():
-        raise UsageError(f"--request: there is no file {str(request)!r}.")
+    for name, file in (("request", request), ("token-file", token_file), ("ca", ca)):
+        if file is not None and not file.is_file():
+            raise UsageError(f"--{name}: there is no file {str(file)!r}.")
+    token = None if token_file is None else late("serve.options").read_token(token_file)
     asked: dict[str, Any] = {
         "model": model,
         "rate": None if rate is None else positive(rate, "--rate", "200"),
         "seconds": duration(time, "--time"),
         "rows": positive(rows, "--rows"),
         "body": None if request is None else request.read_bytes(),
+        "access": late("serve.load_test").Access(token, ca),
     }
     address_of = late("serve.own_server").address_of
     if vs is not None:

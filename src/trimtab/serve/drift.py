@@ -74,10 +74,11 @@ class OutputDrift:
 class InputDrift:
     """Values of sampled requests beside the range, mean and standard deviation of the artifact's test vectors."""
 
-    def __init__(self, formats: Sequence[TensorFormat], known: Sequence[dict[str, float] | None]) -> None:
+    def __init__(self, formats: Sequence[TensorFormat], known: Sequence[dict[str, Any] | None]) -> None:
         self.formats, self.known = formats, known
         self.counts = [collections.Counter[str]() for _ in formats]
-        """Per input: values ``sampled``, of them ``nan`` and ``outside`` of the known range; infinities are outside."""
+        """Per input: values ``sampled``, of them ``nan`` and ``outside`` of the known range; infinities are outside. For
+        integers and booleans ``unseen`` ones, too, which no test vector holds, if those hold few different values."""
         self._sums = [np.zeros(3) for _ in formats]
         self._bounds = [(math.inf, -math.inf) for _ in formats]
 
@@ -95,6 +96,8 @@ class InputDrift:
             counts["sampled"] += values.size
             counts["nan"] += int(nan.sum())
             if known is not None:
+                if "values" in known:
+                    counts["unseen"] += int((~np.isin(values, known["values"])).sum())
                 counts["outside"] += int(((values < known["low"]) | (values > known["high"])).sum())
             values = values[np.isfinite(values)]
             if values.size:
@@ -148,7 +151,7 @@ def drift_metrics(found: Iterable[tuple[str, str, OutputDrift | None, InputDrift
             up.add_metric(labels, outputs.up)
         for index, form in enumerate(() if inputs is None else inputs.formats):
             assert inputs is not None
-            for kind in ("sampled", "nan", "outside"):
+            for kind in ("sampled", "nan", "outside", *(["unseen"] if "values" in (inputs.known[index] or {}) else [])):
                 values.add_metric([*labels, form.name, kind], inputs.counts[index][kind])
             for of, figures in (("artifact", inputs.known[index]), ("requests", inputs.seen(index))):
                 for word in STATISTICS if figures else ():

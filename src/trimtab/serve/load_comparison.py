@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from trimtab.core.measurement import Interval
 from trimtab.errors import MeasurementError
 from trimtab.measure.quantiles import t_quantile
-from trimtab.serve.load_test import Load, offered, target_of
+from trimtab.serve.load_test import ANYONE, Access, Load, offered, target_of
 
 ROUNDS = 10
 """Periods of each server. Both are measured in each round, in turns first, so that a disturbance of the machine meets both."""
@@ -52,6 +52,7 @@ def compare_servers(
     seconds: float = 10.0,
     rows: int = 1,
     body: bytes | None = None,
+    access: Access = ANYONE,
     told: Callable[[str, Load], None] = lambda url, load: None,
 ) -> LoadComparison:
     """Offer ``rate`` requests per second to one server at a time, in turns, for ``seconds`` in all to each.
@@ -63,7 +64,7 @@ def compare_servers(
 
     async def main() -> list[list[Load]]:
         urls = (first, second)
-        targets = [await target_of(url, model, rows, body) for url in urls]
+        targets = [await target_of(url, model, rows, body, access) for url in urls]
         loads: list[list[Load]] = [[], []]
         for number in range(ROUNDS):
             for side in (0, 1) if number % 2 == 0 else (1, 0):

@@ -11,7 +11,9 @@ import collections
 import dataclasses
 import json
 import math
+import pathlib
 import random
+import ssl
 import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +24,7 @@ from trimtab.errors import MeasurementError, UsageError
 from trimtab.measure.quantiles import normal_quantile
 from trimtab.serve.protocol import DATATYPES, HEADER_LENGTH
 
+PORTS = {"http": 80, "https": 443}
 QUANTILES = (0.5, 0.99, 0.999)
 MOST_CONNECTIONS = 1000
 TIMEOUT_S = 30.0
@@ -76,18 +79,47 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
+class Access:
+    """The token that a server wants, and the certificates by which it is known."""
+
+    token: str | None = None
+    ca: pathlib.Path | None = None
+    """File of the certificates that are trusted; ``None``: those of the system."""
+
+    @property
+    def header(self) -> str:
+        """The line of a request that holds the token."""
+        return "" if self.token is None else f"Authorization: Bearer {self.token}\r\n"
+
+    def tls(self) -> ssl.SSLContext:
+        """How connections are encrypted. Raises ``UsageError`` if the certificates cannot be read."""
+        try:
+            return ssl.create_default_context(cafile=self.ca)
+        except OSError as error:
+            raise UsageError(f"--ca: {str(self.ca)!r} cannot be read as certificates: {error}. Give a PEM file.") from error
+
+
+ANYONE = Access()
+
+
+@dataclasses.dataclass(frozen=True)
 class Target:
-    """Where requests go: host, port, and the bytes of one HTTP request."""
+    """Where requests go: host, port, the bytes of one HTTP request, and how a connection is encrypted."""
 
     host: str
     port: int
     request: bytes
+    tls: ssl.SSLContext | None = None
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A new connection."""
+        return await asyncio.open_connection(self.host, self.port, ssl=self.tls)
 
 
-async def _get(host: str, port: int, path: str) -> Any:
-    reader, writer = await asyncio.open_connection(host, port)
+async def _get(target: Target, path: str, access: Access) -> Any:
+    reader, writer = await target.connect()
     try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {target.host}\r\n{access.header}Connection: close\r\n\r\n".encode())
         status, body = await _response(reader)
     finally:
         writer.close()
@@ -108,32 +140,35 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return status, await reader.readexactly(length)
 
 
-async def target_of(url: str, model: str | None, rows: int, body: bytes | None) -> Target:
+async def target_of(url: str, model: str | None, rows: int, body: bytes | None, access: Access) -> Target:
     """Read a server's metadata and make a request for it: ``body`` (JSON), or random values in binary.
 
     Raises:
         UsageError: the address is no http address, nothing answers there, or the model must be named.
     """
     parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme != "http" or parts.hostname is None:
+    if parts.scheme not in PORTS or parts.hostname is None:
         raise UsageError(f"{url!r} is no address of an HTTP server. Give one like http://127.0.0.1:8000.")
-    host, port = parts.hostname, parts.port or 80
+    target = Target(parts.hostname, parts.port or PORTS[parts.scheme], b"", access.tls() if parts.scheme == "https" else None)
     try:
         if model is None:
-            models = (await _get(host, port, "/v2/models")).get("models", [])
+            models = (await _get(target, "/v2/models", access)).get("models", [])
             if len(models) != 1:
                 raise UsageError(f"{url} serves {', '.join(models) or 'no model'}. Name one with --model.")
             model = models[0]
         path = f"/v2/models/{urllib.parse.quote(str(model))}"
-        found = await _get(host, port, path) if body is None else {}
+        found = await _get(target, path, access) if body is None else {}
+    except ssl.SSLError as error:
+        raise UsageError(f"{url} shows a certificate that is not trusted: {error}. Give it with --ca.") from error
     except (OSError, asyncio.IncompleteReadError) as error:
         raise UsageError(f"No server answers at {url}: {error}. Start one with trimtab serve.") from error
-    headers = f"POST {path}/infer HTTP/1.1\r\nHost: {host}\r\n"
+    headers = f"POST {path}/infer HTTP/1.1\r\nHost: {target.host}\r\n{access.header}"
     if body is None:
         head, tensors = _random(found["inputs"], rows)
         headers += f"{HEADER_LENGTH}: {len(head)}\r\n"
         body = head + tensors
-    return Target(host, port, f"{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    request = f"{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    return dataclasses.replace(target, request=request)
 
 
 def _random(inputs: Sequence[dict[str, Any]], rows: int) -> tuple[bytes, bytes]:
@@ -163,7 +198,7 @@ class Client:
     async def ask(self) -> int:
         """Send one request; the status of its answer. Raises ``OSError`` and ``asyncio.IncompleteReadError``."""
         async with self._limit:
-            pair = self._free.pop() if self._free else await asyncio.open_connection(self._target.host, self._target.port)
+            pair = self._free.pop() if self._free else await self._target.connect()
             pair[1].write(self._target.request)
             try:
                 status, _ = await _response(pair[0])
@@ -268,6 +303,7 @@ def load_test(
     seconds: float = 10.0,
     rows: int = 1,
     body: bytes | None = None,
+    access: Access = ANYONE,
     told: Callable[[Load], None] = lambda load: None,
 ) -> Load | None:
     """Offer ``rate`` requests per second to the server at ``url``, or without it find the highest rate that keeps ``p99_s``.
@@ -277,7 +313,7 @@ def load_test(
     """
 
     async def main() -> Load | None:
-        target = await target_of(url, model, rows, body)
+        target = await target_of(url, model, rows, body, access)
         if rate is not None:
             done = await offered(target, rate, seconds, p99_s)
             told(done)

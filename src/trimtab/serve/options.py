@@ -185,12 +185,17 @@ def _path(name: str, value: Any) -> pathlib.Path:
     return path
 
 
+def read_token(file: pathlib.Path) -> str:
+    """The token in a file."""
+    if not (token := file.read_text(encoding="utf-8").strip()):
+        raise UsageError(f"{file} is empty. Write the token into it.")
+    return token
+
+
 def _secrets(files: Mapping[str, pathlib.Path]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "token_file" in files:
-        found["token"] = files["token_file"].read_text(encoding="utf-8").strip()
-        if not found["token"]:
-            raise UsageError(f"{files['token_file']} is empty. Write the token into it.")
+        found["token"] = read_token(files["token_file"])
     if ("tls_cert" in files) != ("tls_key" in files):
         raise UsageError("TLS takes two files. Give --tls-cert and --tls-key.")
     if "tls_cert" in files:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trimtab.serve.canary import Trial, Turns, tried
-from trimtab.serve.connection import Instance, StartError
-from trimtab.serve.deployment import Deployment, Layout, instance_settings
+from trimtab.serve.connection import StartError
+from trimtab.serve.deployment import Deployment, Layout
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Refusal
@@ -124,9 +124,9 @@ class Model:
             return None
         return Shadow(self.path, options.shadow_from.get(self.name), options.shadow, trust=options.trust, log=self._log)
 
-    def _to_measure(self, layout: Layout, number: int) -> Instance:
-        settings = instance_settings(self.path, dataclasses.replace(layout, rows=1), number, self._options.trust)
-        return Instance(settings, lambda *_: None, lambda _: None)
+    def _to_measure(self, layout: Layout) -> Deployment:
+        metrics, trust = ModelMetrics(self.name, "measured"), self._options.trust
+        return Deployment(self.path, dataclasses.replace(layout, rows=1), metrics, self._log, trust=trust)
 
     async def unload(self) -> None:
         """Stop serving. Requests in the queue are answered first."""

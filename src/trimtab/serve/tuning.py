@@ -1,4 +1,9 @@
-"""Find instances, threads and batch size of a model by measurement when a server starts, and remember them."""
+"""Find instances, threads and batch size of a model by measurement when a server starts, and remember them.
+
+Each layout runs as a :class:`~trimtab.serve.deployment.Deployment`, under requests of one row that fill the next batch of every
+instance. So rows per second hold all that the server itself pays for a batch: queue, frames, sockets, copies and splitting. A
+large batch spreads that over more requests, which decides the batch size of a small model.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +12,65 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from trimtab._internal.serialization import from_json, to_json
 from trimtab.errors import UsageError
 from trimtab.hardware import system
-from trimtab.serve.connection import Instance, StartError
-from trimtab.serve.deployment import Layout
+from trimtab.serve.batcher import Answer, Batcher
+from trimtab.serve.connection import StartError
+from trimtab.serve.deployment import Deployment, Layout
+from trimtab.serve.frames import cut
 from trimtab.serve.options import Options
+from trimtab.serve.protocol import Call, Refusal
 
-Make = Callable[[Layout, int], Instance]
-"""Makes instance number i of a layout."""
-BUDGET_S, SAMPLE_S = 30.0, 0.2
-"""Most seconds for all measurements of a model, and seconds for each."""
+Make = Callable[[Layout], Deployment]
+"""Makes a version of the model to measure, which is not started yet."""
+BUDGET_S = 30.0
+"""Most seconds for all measurements of a model."""
+SAMPLE_S, LEAST_BATCHES, PASSES = 0.1, 2, 3
+"""Least seconds of a measurement, least batches of each instance in it, and measurements of each batch size, the best of which
+counts: what disturbs a measurement makes it slower."""
 MOST_ROWS = 256
-GAIN, WORSE = 1.05, 0.9
+GAIN, WORSE = 1.03, 0.9
 """A larger batch must give this many times the rows per second; the sweep ends below the second factor of the best."""
+PINNED_GAIN = 1.05
+"""Pinned instances must give this many times the rows per second."""
 SLOWEST_S = 0.25
-"""Longest computation of one batch without a stated p99: a request waits for up to one batch before its own."""
+"""Longest time of one batch without a stated p99: a request waits for up to one batch before its own."""
 DEFAULT_ROWS = 16
 LONGER = 2.0
 """For the objective latency, a batch takes at most this many times as long as one row: a request may wait for one."""
+IN_FLIGHT, PATIENCE_S = 3, 60.0
+"""Batches of each instance that are asked for at a time: one is computed, one sent ahead, and one waits; and seconds after
+which a request of the measurement is given up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measurement: rows per second of all instances together, and seconds for one batch."""
+    """One measurement: rows per second of all instances together, and seconds of one batch."""
 
     instances: int
     threads: int | None
     rows: int
     rows_per_s: float
     batch_s: float
+    dispatch_s: float
+    """Part of ``batch_s`` that is not computation: queue, frames, sockets, copies, splitting, and waiting for a CPU."""
     pinned: bool = False
     """Whether each instance ran on cores of its own."""
+
+    @property
+    def kind(self) -> tuple[int, int | None, bool]:
+        """What it shares with the other batch sizes of its layout."""
+        return self.instances, self.threads, self.pinned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,12 +91,19 @@ class Tuning:
     def lines(self) -> list[str]:
         """The curve and the choice, as text."""
         where = "remembered from an earlier start" if self.cached else f"measured in {self.seconds:.1f} s"
-        found = [f"  rows/s by rows of a batch, {where}:"]
-        for kind in dict.fromkeys((point.instances, point.threads, point.pinned) for point in self.curve):
-            points = [point for point in self.curve if (point.instances, point.threads, point.pinned) == kind]
-            cells = "  ".join(f"{point.rows}: {point.rows_per_s:,.0f}" for point in points)
+        found = [f"  rows/s by rows of a batch, through the server's queue and frames, {where}:"]
+        for kind in dict.fromkeys(point.kind for point in self.curve):
+            cells = "  ".join(f"{point.rows}: {point.rows_per_s:,.0f}" for point in self.curve if point.kind == kind)
             found.append(f"  {kind[0]} x {kind[1] or 'all'} threads{', pinned' if kind[2] else ''}   {cells}")
-        return found
+        chosen = self.chosen
+        first = next(point for point in self.curve if point.kind == chosen.kind)
+        shown = [_dispatch(point) for point in dict.fromkeys((first, chosen))]
+        return [*found, f"  dispatch takes {', '.join(shown)}"]
+
+
+def _dispatch(point: Point) -> str:
+    rows = f"{point.rows} row{'' if point.rows == 1 else 's'}"
+    return f"{point.dispatch_s * 1e3:.2f} of the {point.batch_s * 1e3:.3g} ms of {rows}"
 
 
 def layouts(options: Options, cores: int) -> list[Layout]:
@@ -118,19 +149,21 @@ async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[
     except (OSError, ValueError, UsageError):
         pass
     start = time.monotonic()
-    curve = list[Point]()
-    for layout in layouts(options, cores):
+    curve, asked = list[Point](), layouts(options, cores)
+    for number, layout in enumerate(asked, 1):
         if curve and time.monotonic() - start > BUDGET_S / 2:
             break
-        curve += await _measured(layout, options, make, start + BUDGET_S, log)
+        share = start + BUDGET_S * number / (len(asked) + 1)
+        curve += await _measured(layout, options, make, (share, start + BUDGET_S), log)
     if not curve:
         raise StartError("UsageError", f"{path}: no layout fits into --memory {options.memory_mb} MB. Allow more.")
     chosen = choice(curve, options.p99_s, options.objective)
     if can_be_pinned(chosen.instances, chosen.threads, cores):
         layout = Layout(chosen.instances, chosen.threads, pinned=True)
-        pinned = await _measured(layout, dataclasses.replace(options, batch=chosen.rows), make, start + BUDGET_S, log)
+        fixed = dataclasses.replace(options, batch=chosen.rows)
+        pinned = await _measured(layout, fixed, make, (start + BUDGET_S, start + BUDGET_S), log)
         curve += pinned
-        chosen = next((point for point in pinned if point.rows_per_s >= GAIN * chosen.rows_per_s), chosen)
+        chosen = next((point for point in pinned if point.rows_per_s >= PINNED_GAIN * chosen.rows_per_s), chosen)
     found = Tuning(chosen=chosen, curve=tuple(curve), seconds=time.monotonic() - start)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,42 +173,133 @@ async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[
     return found
 
 
-async def _measured(layout: Layout, options: Options, make: Make, until: float, log: Callable[..., None]) -> list[Point]:
-    """The curve of one layout: all its instances compute at the same time."""
-    instances = [make(layout, number) for number in range(layout.instances)]
-    curve = list[Point]()
+async def _measured(
+    layout: Layout, options: Options, make: Make, until: tuple[float, float], log: Callable[..., None]
+) -> list[Point]:
+    """The curve of one layout. ``until``: times after which nothing is measured again, and no larger batch at all."""
+    deployment, curve = make(layout), dict[int, Point]()
     try:
-        started = await asyncio.gather(*[instance.start() for instance in instances], return_exceptions=True)
-        if failed := [error for error in started if error is not None]:
-            raise failed[0]
-        used = sum(psutil.Process(instance.pid).memory_info().rss for instance in instances) / 1e6
-        if options.memory_mb is not None and used > options.memory_mb:
-            log("layout left out", instances=layout.instances, memory_mb=round(used), limit_mb=options.memory_mb)
-            return []
-        facts = instances[0].description
+        await deployment.start()
+        facts, call = deployment.description, _example(deployment)
         for rows in sizes(options, facts["dims"], facts["batch"], facts["joinable"]):
-            try:
-                rates = await asyncio.gather(*[instance.rate(rows, SAMPLE_S) for instance in instances])
-            except StartError:
-                if not curve:
-                    raise
+            point = await _point(deployment, layout, call, rows)
+            best = max([one.rows_per_s for one in curve.values()], default=0.0)
+            if point is not None and point.rows_per_s < WORSE * best:
+                point = _better(point, await _point(deployment, layout, call, rows))
+            if point is None and not curve:
+                raise StartError("WorkloadError", f"The model fails on a batch of {rows} rows. Give a smaller --batch.")
+            if point is None:
                 break  # this batch does not fit
-            slowest = rows / min(rates)
-            point = Point(
-                instances=layout.instances,
-                threads=layout.threads,
-                rows=rows,
-                rows_per_s=sum(rates),
-                batch_s=slowest,
-                pinned=layout.pinned,
-            )
-            curve.append(point)
-            best = max(point.rows_per_s for point in curve)
-            if curve[-1].rows_per_s < WORSE * best or slowest > SLOWEST_S or time.monotonic() > until:
+            used = sum(psutil.Process(instance.pid).memory_info().rss for instance in deployment.instances) / 1e6
+            if options.memory_mb is not None and used > options.memory_mb:
+                told = {"instances": layout.instances, "rows": rows, "memory_mb": round(used)}
+                log("batch left out", **told, limit_mb=options.memory_mb)
                 break
+            curve[rows] = point
+            if point.rows_per_s < WORSE * best or point.batch_s > SLOWEST_S or time.monotonic() > until[1]:
+                break
+        for rows in [*curve] * (PASSES - 1):
+            if time.monotonic() > until[0]:
+                break
+            curve[rows] = _better(curve[rows], await _point(deployment, layout, call, rows))
     finally:
-        await asyncio.gather(*[instance.stop() for instance in instances])
-    return curve
+        await deployment.stop()
+    return list(curve.values())
+
+
+def _better(one: Point, other: Point | None) -> Point:
+    return one if other is None or one.rows_per_s >= other.rows_per_s else other
+
+
+def _example(deployment: Deployment) -> Call:
+    """A request with the first row of the artifact's first test vector; all of it if its requests cannot be joined."""
+    assert deployment.interface is not None
+    shapes, forms = deployment.description["example"]["shapes"], deployment.interface.inputs
+    counts = [math.prod(shape) * form.itemsize for shape, form in zip(shapes, forms, strict=True)]
+    tensors = cut(memoryview(deployment.instances[0].example), counts)
+    described = zip(forms, shapes, tensors, strict=True)
+    return deployment.interface.call({form.name: (form.datatype, shape, tensor) for form, shape, tensor in described})
+
+
+async def _point(deployment: Deployment, layout: Layout, call: Call, rows: int) -> Point | None:
+    """Measure batches of ``rows`` requests in all instances; ``None`` if the model or its process does not bear such a batch.
+
+    Raises:
+        StartError: the model does not bear one request alone.
+    """
+    sample = await _Sample(deployment, call, rows, layout.instances).counted()
+    if sample.rows < rows * sample.batches:  # batches that fail are tried again, each request alone
+        return None
+    batch_s = layout.instances * sample.time / sample.batches
+    return Point(
+        instances=layout.instances,
+        threads=layout.threads,
+        rows=rows,
+        rows_per_s=sample.rows / sample.time,
+        batch_s=batch_s,
+        dispatch_s=max(batch_s - sample.compute_s / sample.batches, 0.0),
+        pinned=layout.pinned,
+    )
+
+
+class _Count(NamedTuple):
+    """What a version has computed by a time, or between two of them."""
+
+    time: float
+    rows: float
+    batches: int
+    compute_s: float
+
+
+class _Sample:
+    """Requests that fill the next batch of every instance, until enough batches are counted."""
+
+    def __init__(self, deployment: Deployment, call: Call, rows: int, instances: int) -> None:
+        self._deployment, self._call, self._full = deployment, call, rows * instances
+        deployment.batcher = Batcher(rows=rows, limit=IN_FLIGHT * self._full)
+        self._answered, self._until = 0, math.inf
+        self._begin: _Count | None = None
+        self._found: asyncio.Future[_Count] = asyncio.get_running_loop().create_future()
+
+    async def counted(self) -> _Count:
+        """What was computed after the first batch of each instance, which warms up, and how long it took.
+
+        Raises:
+            StartError: the model does not bear one request alone.
+        """
+        for _ in range(IN_FLIGHT * self._full):
+            self._ask()
+        found = await self._found
+        await self._deployment.drain()
+        return found
+
+    def _ask(self) -> None:
+        self._deployment.submit(self._call, PATIENCE_S).add_done_callback(self._again)
+
+    def _again(self, answer: asyncio.Future[Answer]) -> None:
+        """Ask again, or end. The answers of a batch arrive together, so that both counts stand at the end of a batch."""
+        error = answer.exception()
+        if self._found.done():
+            return
+        if error is not None:
+            sentence = error.sentence if isinstance(error, Refusal) else str(error)
+            self._found.set_exception(StartError("WorkloadError", sentence))
+            return
+        self._answered += 1
+        if self._answered == self._full:
+            self._begin, self._until = self._count(), time.perf_counter() + SAMPLE_S
+        elif time.perf_counter() >= self._until and self._answered >= (1 + LEAST_BATCHES) * self._full:
+            begin, end = self._begin, self._count()
+            assert begin is not None
+            counts = end.batches - begin.batches, end.compute_s - begin.compute_s
+            self._found.set_result(_Count(end.time - begin.time, end.rows - begin.rows, *counts))
+            return
+        self._ask()
+
+    def _count(self) -> _Count:
+        metrics = self._deployment.metrics
+        metrics.settle()
+        return _Count(time.perf_counter(), metrics.rows.sum, metrics.batch_compute.count, metrics.batch_compute.sum)
 
 
 def choice(curve: Sequence[Point], p99_s: float | None, objective: str = "throughput") -> Point:
@@ -187,8 +311,7 @@ def choice(curve: Sequence[Point], p99_s: float | None, objective: str = "throug
     if objective == "latency":
         smallest = min(point.rows for point in curve)
         first = min((point for point in curve if point.rows == smallest), key=lambda point: point.batch_s)
-        layout = (first.instances, first.threads, first.pinned)
-        alike = [point for point in curve if (point.instances, point.threads, point.pinned) == layout]
+        alike = [point for point in curve if point.kind == first.kind]
         return max((point for point in alike if point.batch_s <= LONGER * first.batch_s), key=lambda point: point.rows)
     limit = SLOWEST_S if p99_s is None else p99_s / 2
     allowed = [point for point in curve if point.batch_s <= limit] or [min(curve, key=lambda point: point.batch_s)]

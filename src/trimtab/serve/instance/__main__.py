@@ -30,9 +30,6 @@ def serve(connection: socket.socket, served: Served, shared: Sequence[SharedMemo
     """Answer frames until the front process closes the connection. ``shared``: memory for requests and for answers, or none."""
     requests, answers = shared or (None, None)
     for head, room in frames(connection, requests):
-        if "rows" in head:
-            send(connection, {"id": head["id"], "rate": served.rate(head["rows"], head["seconds"])})
-            continue
         start, cpu = time.perf_counter(), time.process_time()
         try:
             outputs = served.call(served.arrays(room, head["shapes"]))
@@ -40,7 +37,8 @@ def serve(connection: socket.socket, served: Served, shared: Sequence[SharedMemo
             send(connection, {"id": head["id"], "error": str(error), "input": isinstance(error, UsageError)})
             continue
         took = {"compute": time.perf_counter() - start, "cpu": time.process_time() - cpu}
-        send(connection, {"id": head["id"], **took, "shapes": [array.shape for array in outputs]}, outputs, answers)
+        memory = None if "ahead" in head else answers  # the front may not have read the answer before
+        send(connection, {"id": head["id"], **took, "shapes": [array.shape for array in outputs]}, outputs, memory)
 
 
 def main(descriptor: int, settings: dict[str, Any]) -> None:
@@ -59,7 +57,7 @@ def main(descriptor: int, settings: dict[str, Any]) -> None:
     except TrimtabError as error:
         send(connection, {"refused": type(error).__name__, "message": str(error)})
         return
-    send(connection, {"ready": served.description()})
+    send(connection, {"ready": served.description()}, served.rows_of_example(1))
     serve(connection, served, [SharedMemory(number) for number in settings["shared"]])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,8 @@ from trimtab.serve.instance.wire import Array, arrays_in, codes_of
 
 EXAMPLE_VALUES = 1024
 """Most values of an input of the example that the page shows."""
+MOST_CATEGORIES = 256
+"""Most different values of an integer input that are told as its categories."""
 
 
 class Served:
@@ -62,16 +63,6 @@ class Served:
         """The inputs in a received body, without copies."""
         return arrays_in(body, shapes, self._codes)
 
-    def rate(self, rows: int, seconds: float) -> float:
-        """Rows per second of calls with ``rows`` rows one after another for ``seconds``."""
-        arrays = self.rows_of_example(rows)
-        self.call(arrays)
-        start, calls = time.perf_counter(), 0
-        while (elapsed := time.perf_counter() - start) < seconds or calls < 3:
-            self.call(arrays)
-            calls += 1
-        return rows * calls / elapsed
-
     def description(self) -> dict[str, Any]:
         """What the front process must know about the model."""
         manifest, signature = self.loaded.manifest, self.signature
@@ -95,14 +86,19 @@ class Served:
             "card": _card(manifest),
         }
 
-    def _known(self) -> list[dict[str, float] | None]:
-        """Range, mean and standard deviation of the finite values of each input over all test vectors."""
-        found = list[dict[str, float] | None]()
+    def _known(self) -> list[dict[str, Any] | None]:
+        """Range, mean and standard deviation of the finite values of each input over all test vectors; the values themselves if
+        they are integers or booleans, and few."""
+        found = list[dict[str, Any] | None]()
         for index, spec in enumerate(self.signature.inputs):
-            whole = np.concatenate([values_of(case[index].reshape(-1), spec) for case in self.loaded.examples]).astype("f8")
+            joined = np.concatenate([values_of(case[index].reshape(-1), spec) for case in self.loaded.examples])
+            whole = joined.astype("f8")
             v = whole[np.isfinite(whole)]
             figures = {"low": v.min, "high": v.max, "mean": v.mean, "std": v.std}
-            found.append({name: float(figure()) for name, figure in figures.items()} if v.size else None)
+            known: dict[str, Any] | None = {name: float(figure()) for name, figure in figures.items()} if v.size else None
+            if known is not None and joined.dtype.kind in "iub" and len(values := np.unique(whole)) <= MOST_CATEGORIES:
+                known["values"] = values.tolist()
+            found.append(known)
         return found
 
 
