@@ -150,23 +150,6 @@ def test_all_instances_killed_under_load_lose_nothing() -> None:
     served(use, instances=2)
 
 
-def test_a_full_batch_is_sent_ahead_and_is_not_lost_with_its_instance() -> None:
-    async def use(deployment: Deployment) -> None:
-        assert await outcome(deployment, call(1)) == 2
-        first = asyncio.ensure_future(outcome(deployment, call(SLOW)))
-        await asyncio.sleep(0)
-        rest = [asyncio.ensure_future(outcome(deployment, call(n))) for n in range(1, 10)]
-        (instance,) = deployment.instances
-        while len(instance.batches) < 2:
-            await asyncio.sleep(0.001)
-        assert ([len(held.items) for held in instance.batches], deployment.batcher.size) == ([1, 4], 5)
-        os.kill(instance.pid, signal.SIGKILL)
-        assert await asyncio.gather(first, *rest) == [2 * SLOW, *(2 * n for n in range(1, 10))]
-        assert deployment.metrics.restarts == 1
-
-    served(use)
-
-
 def test_stopping_answers_what_waits_and_ends_every_process() -> None:
     pids = list[int]()
 
@@ -240,8 +223,6 @@ def test_the_best_layout_and_the_smallest_good_batch_are_found_and_remembered(
     assert (again.cached, again.curve) == (True, found.curve)
     with pytest.raises(StartError, match="no layout fits into --memory 1 MB. Allow more"):
         measured(tmp_path, monkeypatch, memory_mb=1)
-    monkeypatch.setattr("trimtab.serve.tuning.BUDGET_S", 0.0)  # no time for larger batches, or for another layout
-    assert [point.rows for point in measured(tmp_path / "late", monkeypatch).curve if not point.pinned] == [1]
 
 
 def test_a_batch_that_the_model_does_not_bear_is_not_chosen(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

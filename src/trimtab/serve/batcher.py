@@ -72,17 +72,14 @@ class Batcher:
         self._groups[next(self._alone)] = collections.deque([item])
         self.size += 1
 
-    def take(self, now: float, least: int = 1, spare_s: float = 0.0) -> tuple[list[Item], float]:
-        """The next batch; or nothing, and the seconds after which the oldest request has waited long enough. 0: the queue is
-        empty, fewer than ``least`` requests can be joined with the oldest, or its deadline passes within ``spare_s``."""
+    def take(self, now: float) -> tuple[list[Item], float]:
+        """The next batch; or nothing, and the seconds after which the oldest request has waited long enough (0: empty)."""
         if not self._groups:
             return [], 0.0
         if len(self._groups) == 1:
             key, group = next(iter(self._groups.items()))
         else:
             key, group = min(self._groups.items(), key=lambda entry: entry[1][0].arrived)
-        if len(group) < least or (spare_s and group[0].expires < now + spare_s):
-            return [], 0.0
         left = group[0].arrived + self.max_wait_s - now if self.max_wait_s else 0.0
         if left > 0 and not isinstance(key, int) and sum(item.call.rows for item in group) < self.rows:
             return [], left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import json
 import os
@@ -13,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from trimtab.execution import parent_death
 from trimtab.serve.batcher import Item
@@ -21,8 +20,6 @@ from trimtab.serve.frames import Bytes, Reader, pack
 from trimtab.serve.shared_memory import SHARED_BYTES, SharedMemory
 
 INSTANCE = "trimtab.serve.instance"
-AHEAD_S = 0.01
-"""A batch is sent ahead if the last one was computed in less than these seconds."""
 GRACE_S = 5.0
 """Seconds that an instance has to end by itself after its socket was closed."""
 
@@ -37,19 +34,8 @@ class StartError(Exception):
         self.kind = kind
 
 
-class Held(NamedTuple):
-    """A batch that was sent to an instance."""
-
-    items: list[Item]
-    free_s: float
-    """How long the instance was free before it."""
-
-
 class Instance(asyncio.Protocol):
-    """One process that serves one copy of a model. ``module`` is what the process runs.
-
-    It computes one batch at a time. It may hold the next one already, in its socket, so that it goes on without a pause; such a
-    batch and its answer do not use the shared memory, which the batch before may be using.
+    """One process that serves one copy of a model. It holds at most one batch at a time. ``module`` is what the process runs.
 
     ``on_reply(instance, head, body)`` gets each answer, ``on_close(instance)`` the end of the process. The process ends with
     this one, also if this one is killed (:mod:`trimtab.execution.parent_death`).
@@ -64,10 +50,11 @@ class Instance(asyncio.Protocol):
     ) -> None:
         self.settings, self._module = settings, module or INSTANCE
         self.state: State = "starting"
-        self.batches = collections.deque[Held]()
-        """The batch that it computes, and perhaps the next one."""
+        self.batch: list[Item] = []
         self.since = 0.0
-        """Time at which it began its batch, or became free."""
+        """Time at which the batch was sent, or at which an instance without a batch became free."""
+        self.free_s = 0.0
+        """How long it was free before it got its batch."""
         self.description: dict[str, Any] = {}
         self.example = b""
         """The inputs of a first request, as the body of a frame."""
@@ -78,8 +65,6 @@ class Instance(asyncio.Protocol):
         self._number = 0
         self._shared: tuple[SharedMemory, SharedMemory] | None = None
         """Memory for large bodies: of batches, and of their answers."""
-        self._large_body = self._quick = False
-        """Whether the last batch was large enough for the shared memory, and whether the last answer was small and quick."""
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
@@ -118,25 +103,11 @@ class Instance(asyncio.Protocol):
     @property
     def free(self) -> bool:
         """Whether it can take a batch."""
-        return self.state == "ready" and not self.batches
-
-    @property
-    def takes_next(self) -> bool:
-        """Whether it computes a batch and can be sent the next one. Large ones wait for the shared memory; slow ones gain
-        nothing, and their deadlines could pass meanwhile."""
-        return self.state == "ready" and len(self.batches) == 1 and self._quick and not self._large_body
-
-    @property
-    def items(self) -> list[Item]:
-        """The requests that it holds."""
-        return [item for held in self.batches for item in held.items]
+        return self.state == "ready" and not self.batch
 
     def send(self, batch: list[Item], now: float) -> None:
-        """Send ``batch``, joined along the first axis: to be computed at once, or after the batch that is computed now."""
-        ahead = bool(self.batches)
-        self.batches.append(Held(batch, 0.0 if ahead else now - self.since))
-        if not ahead:
-            self.since = now
+        """Send ``batch``, joined along the first axis."""
+        self.batch, self.free_s, self.since = batch, now - self.since, now
         shapes = [list(shape) for shape in batch[0].call.shapes]
         parts: list[Sequence[Bytes]] = [[tensor] for tensor in batch[0].call.tensors]
         if len(batch) > 1:
@@ -144,19 +115,10 @@ class Instance(asyncio.Protocol):
             for shape in shapes:
                 shape[0] = rows
             parts = list(zip(*[item.call.tensors for item in batch], strict=True))
-        head = {"id": 0, "shapes": shapes, **({"ahead": True} if ahead else {})}
-        self._large_body = sum(len(part) for buffers in parts for part in buffers) >= SHARED_BYTES
-        if self._shared is not None and self._large_body and not ahead:
-            self._write(head | {"shared": self._shared[0].write(parts)})
+        if self._shared is not None and sum(len(part) for buffers in parts for part in buffers) >= SHARED_BYTES:
+            self._write({"id": 0, "shapes": shapes, "shared": self._shared[0].write(parts)})
         else:
-            self._write(head, parts)
-
-    def finish(self, now: float) -> Held:
-        """Remove and return the batch that is answered. The next one begins, if there is one."""
-        done, self.since = self.batches.popleft(), now
-        for item in self.batches[0].items if self.batches else ():
-            item.taken = now
-        return done
+            self._write({"id": 0, "shapes": shapes}, parts)
 
     async def ask(self, head: dict[str, Any], parts: Sequence[Sequence[Bytes]] = ()) -> dict[str, Any]:
         """Send a frame beside the batches, and wait for the head of its answer: ``{"error": ...}`` if the process ended."""
@@ -215,7 +177,6 @@ class Instance(asyncio.Protocol):
                     if self._shared is None:  # it was killed; its requests are tried again
                         return
                     body = memoryview(bytes(self._shared[1].view(head["shared"])))  # the next answer overwrites it
-                self._quick = len(body) < SHARED_BYTES and head.get("compute", AHEAD_S) < AHEAD_S
                 self._on_reply(self, head, body)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -25,8 +25,6 @@ LOOK_S = 0.05
 """Least seconds between requests whose inputs are compared with those that the artifact knows."""
 TOGETHER_S = 0.02
 """Seconds after the end of an instance within which others that were killed with it are seen to have ended, too."""
-SPARE_S = 0.25
-"""A batch is sent ahead if its oldest request has these seconds left."""
 STALLED_S = 60.0
 """Seconds after which an instance that computes one batch counts as hanging and is killed."""
 STABLE_S, LONGEST_PAUSE_S = 10.0, 30.0
@@ -82,7 +80,7 @@ class Deployment:
     @property
     def busy(self) -> bool:
         """Whether requests wait or are being computed."""
-        return bool(self.batcher.size) or any(instance.batches for instance in self.instances)
+        return bool(self.batcher.size) or any(instance.batch for instance in self.instances)
 
     async def start(self) -> None:
         """Start all instances and wait until each has replayed the test vectors.
@@ -141,31 +139,25 @@ class Deployment:
         return item.future
 
     def _pump(self) -> None:
-        """Give batches to free instances. If the queue then holds a full batch for each, one is sent ahead to an instance that
-        computes: it goes on with it without a pause, and the process does not fall asleep between them."""
+        """Give batches to free instances."""
         self._pumping = False
         for instance in self.instances:
-            while self.batcher.size and instance.free and self._give(instance):
-                pass
-        full = self.batcher.rows * len(self.instances)
-        for instance in self.instances:
-            if self.batcher.size >= full and instance.takes_next:
-                self._give(instance, full, SPARE_S)
-
-    def _give(self, instance: Instance, least: int = 1, spare_s: float = 0.0) -> bool:
-        """Send the next batch if one of ``least`` waiting requests is due. Whether one was; its deadlines may have passed."""
-        now = self._loop.time()
-        batch, wait_s = self.batcher.take(now, least, spare_s)
-        if wait_s and self._timer is None:
-            self._timer = self._loop.call_later(wait_s, self._waited)
-        for item in batch:
-            item.taken = now
-        due = bool(batch)
-        if any(item.expires <= now or item.future.done() for item in batch):
-            batch = self._without_expired(batch, now)
-        if batch:
-            instance.send(batch, now)
-        return due
+            if not self.batcher.size:
+                return
+            if not instance.free:
+                continue
+            now = self._loop.time()
+            batch, wait_s = self.batcher.take(now)
+            if not batch:
+                if wait_s and self._timer is None:
+                    self._timer = self._loop.call_later(wait_s, self._waited)
+                return
+            for item in batch:
+                item.taken = now
+            if any(item.expires <= now or item.future.done() for item in batch):
+                batch = self._without_expired(batch, now)
+            if batch:
+                instance.send(batch, now)
 
     def _waited(self) -> None:
         self._timer = None
@@ -178,11 +170,8 @@ class Deployment:
         return [item for item in batch if not item.future.done()]
 
     def _on_reply(self, instance: Instance, head: dict[str, Any], body: memoryview) -> None:
-        now = self._loop.time()
-        if not instance.batches:
-            return  # it was stopped
-        batch, free_s = instance.finish(now)
-        wait_s = free_s if self.batcher.max_wait_s else 0.0
+        batch, instance.batch, now = instance.batch, [], self._loop.time()
+        wait_s, instance.since = instance.free_s if self.batcher.max_wait_s else 0.0, now
         self._pump()  # first, so that the instance computes while the answers are written
         if "error" in head:
             self._failed(batch, Refusal(400 if head["input"] else 500, head["error"]))
@@ -222,14 +211,13 @@ class Deployment:
         await asyncio.sleep(TOGETHER_S)  # a retry must not go to an instance that was killed in the same moment
         if instance not in self.instances:
             return  # it was replaced already
-        for number, held in enumerate(instance.batches):
-            for item in held.items:
-                item.tries += number == 0  # a later batch was not begun
-                if item.tries > 1:
-                    _refuse(item, Refusal(500, "The request ended the process of the model twice, the second time alone."))
-                elif not item.future.done():
-                    self.batcher.put_back(item)
-        instance.batches.clear()
+        for item in instance.batch:
+            item.tries += 1
+            if item.tries > 1:
+                _refuse(item, Refusal(500, "The request ended the process of the model twice, the second time alone."))
+            elif not item.future.done():
+                self.batcher.put_back(item)
+        instance.batch = []
         place = self.instances.index(instance)
         self.instances[place] = self._instance(place)
         self.metrics.restarts += 1
@@ -266,7 +254,7 @@ class Deployment:
                 for item in self.batcher.remove(now):
                     _refuse(item, Refusal(504, "The deadline passed while the request was in the queue; it was not begun."))
             for instance in self.instances:
-                if instance.batches and now - instance.since > STALLED_S:
+                if instance.batch and now - instance.since > STALLED_S:
                     self._log("instance hangs", model=self.metrics.model, pid=instance.pid)
                     instance.kill()
 
@@ -280,10 +268,10 @@ class Deployment:
         self.stopping = True
         for task in list(self._tasks):
             task.cancel()
-        for item in [*self.batcher.remove(), *(item for instance in self.instances for item in instance.items)]:
+        for item in [*self.batcher.remove(), *(item for instance in self.instances for item in instance.batch)]:
             _refuse(item, Refusal(503, "The server stopped before the request was computed.", 1))
         for instance in self.instances:
-            instance.batches.clear()
+            instance.batch = []
         await asyncio.gather(*[one.stop() for one in self._started()])
 
 

@@ -48,9 +48,8 @@ SLOWEST_S = 0.25
 DEFAULT_ROWS = 16
 LONGER = 2.0
 """For the objective latency, a batch takes at most this many times as long as one row: a request may wait for one."""
-IN_FLIGHT, PATIENCE_S = 3, 60.0
-"""Batches of each instance that are asked for at a time: one is computed, one sent ahead, and one waits; and seconds after
-which a request of the measurement is given up."""
+PATIENCE_S = 60.0
+"""Seconds after which a request of the measurement is given up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +255,7 @@ class _Sample:
 
     def __init__(self, deployment: Deployment, call: Call, rows: int, instances: int) -> None:
         self._deployment, self._call, self._full = deployment, call, rows * instances
-        deployment.batcher = Batcher(rows=rows, limit=IN_FLIGHT * self._full)
+        deployment.batcher = Batcher(rows=rows, limit=2 * self._full)
         self._answered, self._until = 0, math.inf
         self._begin: _Count | None = None
         self._found: asyncio.Future[_Count] = asyncio.get_running_loop().create_future()
@@ -267,7 +266,7 @@ class _Sample:
         Raises:
             StartError: the model does not bear one request alone.
         """
-        for _ in range(IN_FLIGHT * self._full):
+        for _ in range(2 * self._full):  # one batch is computed, and the next one waits
             self._ask()
         found = await self._found
         await self._deployment.drain()

@@ -37,8 +37,7 @@ def serve(connection: socket.socket, served: Served, shared: Sequence[SharedMemo
             send(connection, {"id": head["id"], "error": str(error), "input": isinstance(error, UsageError)})
             continue
         took = {"compute": time.perf_counter() - start, "cpu": time.process_time() - cpu}
-        memory = None if "ahead" in head else answers  # the front may not have read the answer before
-        send(connection, {"id": head["id"], **took, "shapes": [array.shape for array in outputs]}, outputs, memory)
+        send(connection, {"id": head["id"], **took, "shapes": [array.shape for array in outputs]}, outputs, answers)
 
 
 def main(descriptor: int, settings: dict[str, Any]) -> None:
