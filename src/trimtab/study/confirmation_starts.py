@@ -20,10 +20,12 @@ from trimtab.evaluation.confirm import Confirmation
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.process import Outcome
 from trimtab.measure.pairs import PATIENCE
-from trimtab.measure.pooled import MOST_STARTS, START_S, STARTS, narrow, number_of_starts
+from trimtab.measure.pooled import MOST_STARTS, START_S, STARTS, narrow, number_of_starts, start_timing
 from trimtab.study.study import Study
 
 FOLDER = "starts"
+LOAD_S = 1.0
+"""Expected seconds of loading saved files, at most."""
 FINAL = 1.0
 """Duration of a confirmation without its timing, in dry runs of the workload. It starts processes, judges outputs on the test
 data and writes the artifact."""
@@ -51,13 +53,17 @@ def expected(study: Study, trial: Trial, seconds: float) -> int:
 def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
     """Expected duration in seconds of a confirmation of ``trial`` with ``seconds`` of timing; ``None`` stands for any trial.
 
-    If most blocks of the trial were discarded because of load on the CPU, timing takes its full time.
+    A trial whose files were saved is loaded from them, which takes less than its export. If most blocks of the trial were
+    discarded because of load on the CPU, timing takes its full time.
     """
     count = STARTS if trial is None else expected(study, trial, seconds)
     load_s = START_S if trial is None or trial.cold_s is None else trial.cold_s
+    if trial is not None and trial.size_mb is not None:
+        load_s = min(load_s, LOAD_S)
     rivals = 1 + (study.to_beat is not None and study.to_beat.recipe != study.baseline)
     found = None if trial is None else trial.comparison
-    timing_s = seconds * (PATIENCE if found is not None and found.discarded > 2 * found.pairs else 1.0)
+    patience = PATIENCE if found is not None and found.discarded > 2 * found.pairs else 1.0
+    timing_s = count * start_timing(seconds, count).seconds * patience
     return count * (study.runner.load_s + load_s) + rivals * timing_s + FINAL * study.runner.startup_s
 
 
