@@ -326,7 +326,7 @@ class ProbeRecord:
     variable, with the line that set it where that was seen."""
     anomaly_share: float | None = None
     """Share of a step's CPU time, on a GPU of its time, that a few steps without anomaly mode saved, at most 1; below 0 if
-    they took longer; ``None`` if it was off. Evidence of a cause, without an interval."""
+    they took longer; ``None`` if it was not tried. Evidence of a cause, without an interval."""
     collector_ms: float = 0.0
     """Of Python's garbage collector per step."""
     losses: tuple[float, ...] = ()

@@ -147,6 +147,8 @@ class Comparison:
     def conditions(self) -> str:
         """The conditions of the timing, as text: ``one thread each, others used 43% of the CPUs``."""
         threads = "" if self.undisturbed is None else "one thread each, "
+        if self.candidate.conditions.get("cpu_watched") is False:
+            return f"{threads}what others used of the CPUs is not known"
         return f"{threads}others used {self.foreign + self.stolen:.0%} of the CPUs"
 
     @property

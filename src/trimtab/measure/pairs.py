@@ -302,9 +302,9 @@ def _result(
     if missing:  # if neighbours starve calls, the fastest calls and the running time may give another ratio than blocks
         sampling = ratio
         quantiles = [_quantile_ratio(used, share) for share in (LUCKY, 0.5)]
-        seen = [ratio.value, _ratio(used).value, *quantiles, _running_time_ratio(used)]
-        if (best := session.quickest) is not None:
-            seen.append(max(1, best["rival"]) / max(1, best["candidate"]))
+        best = session.quickest
+        fastest = ratio.value if best is None else max(1, best["rival"]) / max(1, best["candidate"])
+        seen = [ratio.value, _ratio(used).value, *quantiles, _running_time_ratio(used), fastest]
         estimates = tuple(seen)
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
     return Comparison(

@@ -102,7 +102,7 @@ def _estimates(starts: Sequence[Comparison]) -> tuple[float, ...]:
     if 2 * len(disturbed) <= len(starts):
         return ()
     quiet = [found.ratio.value for found in starts if found.estimates is None]
-    return tuple(statistics.median([*each, *quiet]) for each in zip(*disturbed, strict=False))
+    return tuple(statistics.median([*each, *quiet]) for each in zip(*disturbed, strict=True))
 
 
 def _trimmed(logs: Sequence[float]) -> tuple[float, float, int]:

@@ -158,8 +158,10 @@ async def target_of(url: str, model: str | None, rows: int, body: bytes | None, 
             model = models[0]
         path = f"/v2/models/{urllib.parse.quote(str(model))}"
         found = await _get(target, path, access) if body is None else {}
-    except ssl.SSLError as error:
+    except ssl.SSLCertVerificationError as error:
         raise UsageError(f"{url} shows a certificate that is not trusted: {error}. Give it with --ca.") from error
+    except ssl.SSLError as error:
+        raise UsageError(f"{url} does not speak TLS: {error}. Without TLS its address begins with http://.") from error
     except (OSError, asyncio.IncompleteReadError) as error:
         raise UsageError(f"No server answers at {url}: {error}. Start one with trimtab serve.") from error
     headers = f"POST {path}/infer HTTP/1.1\r\nHost: {target.host}\r\n{access.header}"

@@ -8,6 +8,7 @@ large batch spreads that over more requests, which decides the batch size of a s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -120,10 +121,10 @@ def layouts(options: Options, cores: int) -> list[Layout]:
 
 def sizes(options: Options, dims: Mapping[str, Sequence[Any]], batch: str | None, joinable: bool) -> list[int]:
     """The batch sizes to measure: powers of two up to the limits of the model and of :data:`MOST_ROWS`."""
-    if options.batch is not None:
-        return [options.batch]
     if not joinable or batch is None:
         return [1]
+    if options.batch is not None:
+        return [options.batch]
     most = min(dims[batch][1] or MOST_ROWS, MOST_ROWS)
     powers = [1 << power for power in range(MOST_ROWS.bit_length()) if 1 << power <= most]
     return powers if powers[-1] == most else [*powers, most]
@@ -181,15 +182,15 @@ async def _measured(
         await deployment.start()
         facts, call = deployment.description, _example(deployment)
         for rows in sizes(options, facts["dims"], facts["batch"], facts["joinable"]):
-            point = await _point(deployment, layout, call, rows)
+            point = await _borne(deployment, layout, call, rows, log, needed=not curve)
             best = max([one.rows_per_s for one in curve.values()], default=0.0)
             if point is not None and point.rows_per_s < WORSE * best:
-                point = _better(point, await _point(deployment, layout, call, rows))
+                point = _better(point, await _borne(deployment, layout, call, rows, log))
             if point is None and not curve:
                 raise StartError("WorkloadError", f"The model fails on a batch of {rows} rows. Give a smaller --batch.")
             if point is None:
                 break  # this batch does not fit
-            used = sum(psutil.Process(instance.pid).memory_info().rss for instance in deployment.instances) / 1e6
+            used = _resident_mb(deployment)
             if options.memory_mb is not None and used > options.memory_mb:
                 told = {"instances": layout.instances, "rows": rows, "memory_mb": round(used)}
                 log("batch left out", **told, limit_mb=options.memory_mb)
@@ -200,10 +201,36 @@ async def _measured(
         for rows in [*curve] * (PASSES - 1):
             if time.monotonic() > until[0]:
                 break
-            curve[rows] = _better(curve[rows], await _point(deployment, layout, call, rows))
+            curve[rows] = _better(curve[rows], await _borne(deployment, layout, call, rows, log))
     finally:
         await deployment.stop()
     return list(curve.values())
+
+
+def _resident_mb(deployment: Deployment) -> float:
+    """Resident memory of the instances; one that just ended has none."""
+    total = 0
+    for instance in deployment.instances:
+        with contextlib.suppress(psutil.Error):
+            total += psutil.Process(instance.pid).memory_info().rss
+    return total / 1e6
+
+
+async def _borne(
+    deployment: Deployment, layout: Layout, call: Call, rows: int, log: Callable[..., None], *, needed: bool = False
+) -> Point | None:
+    """:func:`_point`, or ``None``, with a line in the log, if it fails and is not ``needed``: other points were measured.
+
+    Raises:
+        StartError: the model does not bear one request alone, and the point is ``needed``.
+    """
+    try:
+        return await _point(deployment, layout, call, rows)
+    except StartError as error:
+        if needed:
+            raise
+        log("batch left out", instances=layout.instances, rows=rows, reason=str(error))
+        return None
 
 
 def _better(one: Point, other: Point | None) -> Point:

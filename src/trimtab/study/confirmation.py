@@ -54,6 +54,8 @@ def confirm(
     if trial is eager:
         timing_s = ranking.in_time(0.5 * study.options.timing_s, end)
     count = 1 if itself else confirmation_starts.expected(study, trial, timing_s)
+    if count == 1:  # two rivals, and twice the time on a busy machine
+        timing_s = ranking.in_time(timing_s, end, 0.25)
     timing = start_timing(timing_s, count)
     plan = dataclasses.replace(study.plan(seconds=timing.seconds, width=0.02), min_quads=timing.min_quads)
     common = study.runner.job() | {

@@ -25,7 +25,7 @@ from trimtab.study.study import Study
 
 FOLDER = "starts"
 LOAD_S = 1.0
-"""Expected seconds of loading saved files, at most."""
+"""Expected seconds of loading saved files in a forked worker, unless half of the cold start is longer."""
 FINAL = 1.0
 """Duration of a confirmation without its timing, in dry runs of the workload. It starts processes, judges outputs on the test
 data and writes the artifact."""
@@ -53,13 +53,13 @@ def expected(study: Study, trial: Trial, seconds: float) -> int:
 def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
     """Expected duration in seconds of a confirmation of ``trial`` with ``seconds`` of timing; ``None`` stands for any trial.
 
-    A trial whose files were saved is loaded from them, which takes less than its export. If most blocks of the trial were
-    discarded because of load on the CPU, timing takes its full time.
+    Saved files load in less than the cold start of the trial, because forked workers have imported most already. If most blocks
+    of the trial were discarded because of load on the CPU, timing takes its full time.
     """
     count = STARTS if trial is None else expected(study, trial, seconds)
     load_s = START_S if trial is None or trial.cold_s is None else trial.cold_s
     if trial is not None and trial.size_mb is not None:
-        load_s = min(load_s, LOAD_S)
+        load_s = min(load_s, max(LOAD_S, load_s / 2))
     rivals = 1 + (study.to_beat is not None and study.to_beat.recipe != study.baseline)
     found = None if trial is None else trial.comparison
     patience = PATIENCE if found is not None and found.discarded > 2 * found.pairs else 1.0

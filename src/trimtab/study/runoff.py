@@ -21,6 +21,7 @@ from trimtab.study.ranking import WORTH, unsettled
 from trimtab.study.study import Study
 
 RUNOFF = "runoff"
+SHORT = "the time was too short."
 NEAR = 1.25
 """A lossy recipe is also timed against the best exact one if its speed-up over that is below this factor."""
 FEW, MOST = 3, 6
@@ -91,7 +92,7 @@ def _known(study: Study, other: Trial, first: Trial) -> Interval | None:
 
 
 def _measured(study: Study, other: Trial, first: Trial, until: float | None) -> Interval | None:
-    """The speed-up of ``other`` over ``first``, from up to :data:`MOST` starts; ``None``, with a note, if the first fails."""
+    """The speed-up of ``other`` over ``first``, from up to :data:`MOST` starts; ``None``, with a note, if one fails."""
     study.progress.stage("timing against each other what the search could not tell apart")
     seconds = study.options.timing_s
     other_s, first_s = (
@@ -107,8 +108,10 @@ def _measured(study: Study, other: Trial, first: Trial, until: float | None) -> 
             break
         found = _start(study, other, first, plan, until)
         if isinstance(found, str):
-            if not starts and not study.interrupted():
+            if not study.interrupted() and not (starts and found == SHORT):
                 study.notes.append(f"{other.recipe} and {first.recipe} could not be timed against each other: {found}")
+            if found != SHORT:
+                return None
             break
         starts.append(found)
         longest = max(longest, time.monotonic() - begun)
@@ -143,7 +146,7 @@ def _start(study: Study, other: Trial, first: Trial, plan: Plan, until: float | 
             return " ".join([lines[0], *lines[1:][-1:]])
     if outcome.result is not None:
         return from_json(Comparison, outcome.result)
-    return "the time was too short." if outcome.cut_off else str(outcome.reason)
+    return SHORT if outcome.cut_off else str(outcome.reason)
 
 
 def _key(other: Trial, first: Trial) -> str:

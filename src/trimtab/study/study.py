@@ -311,7 +311,7 @@ class Study:
         seconds = ranking.in_time(self.options.timing_s, self._end, ranking.EARLY if early else ranking.TIMED)
         reach = ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
         plan = self.plan(seconds=seconds, **({} if ask.stage in ("as_written", "tuned") else reach))
-        brief = early and seconds < self.options.timing_s
+        brief = early and self.task.mode == "infer" and seconds < self.options.timing_s
         return dataclasses.replace(plan, brief=brief, quick_s=seconds / 2) if brief else plan
 
     def _facts(self) -> SearchState:

@@ -55,7 +55,8 @@ def ended_step(ms: float, mixed: bool) -> bool:
 
 
 def share() -> float | None:
-    """The share of a step's cost that steps without anomaly mode save, negative if they cost more; ``None``: not tried."""
-    if not _times or not all(_times.values()):
+    """The share of a step's cost that steps without anomaly mode save, negative if they cost more; ``None`` if not all turns
+    were done."""
+    if _count < STEPS * len(OFF) or not all(_times.values()):
         return None
     return 1 - statistics.median(_times[True]) / max(statistics.median(_times[False]), 1e-6)

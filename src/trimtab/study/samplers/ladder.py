@@ -45,7 +45,7 @@ PROMISING = 0.5
 """Least share of the best lossless speed at which a backend is tried with less precision."""
 FOUR_BITS_PAY = 1.3
 """Least gain of 8-bit weights at which 4-bit weights are tried. 8 bits save three quarters of the bytes of the weights, and 4
-bits one eighth more, a sixth of that: where 8 bits gain less than this factor, 4 bits gain less than 5% on top."""
+bits one eighth more, a sixth of that: where 8 bits gain less than this factor, 4 bits gain about 5% on top, or less."""
 
 
 @functools.cache
