@@ -156,5 +156,5 @@ def test_measure_tells_the_energy_of_both_sides(tmp_path: pathlib.Path, monkeypa
     )
     monkeypatch.setattr(compare, "energy_meter", lambda: "Energy cannot be measured here: it is a secret.")
     alone = compare.compare(reference, seconds=1.0)
-    assert str(alone).splitlines()[2] == "Energy cannot be measured here: it is a secret."
+    assert "Energy cannot be measured here: it is a secret." in str(alone).splitlines()
     assert json.loads(dumps(alone))["energy"]["subject_j"] is None
