@@ -39,10 +39,10 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
 
     The interval is Student's t around the mean of the logarithms, from :data:`TRIMMED_FROM` starts on Tukey and McLaughlin's
     (1963) around the 20% trimmed mean: in one process of five a model may run at another speed, and a neighbour may stop one of
-    two threads for a whole start. Their variance is shrunk towards a scaled inverse chi-square
-    prior with :data:`PRIOR_STARTS` degrees of freedom (Gelman et al., "Bayesian Data Analysis", section 2.6). The prior
-    contains :data:`PROCESS_NOISE`, the variation of the rival's time in ``seen``, and the starts' own errors. So a few starts
-    that agree by chance do not give a narrow interval. A single start uses the prior as a known variance.
+    two threads for a whole start. The variance between starts is shrunk towards a scaled inverse chi-square prior with
+    :data:`PRIOR_STARTS` degrees of freedom (Gelman et al., "Bayesian Data Analysis", section 2.6). The prior contains
+    :data:`PROCESS_NOISE`, the variation of the rival's time in ``seen``, and the starts' own errors. So a few starts that agree
+    by chance do not give a narrow interval. A single start uses the prior as a known variance.
 
     Two uncertainties that more starts do not reduce widen the interval further. One is the effect of neighbours on both sides,
     as the medians over starts of each of the :attr:`~trimtab.core.measurement.Comparison.estimates`. The other is a time

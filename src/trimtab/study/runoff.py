@@ -1,8 +1,8 @@
 """Runoff: time recipes directly against each other whose speed the search could not distinguish.
 
 The search times each recipe against the model as written, at different times. Two such ratios differ by two errors and by the
-load of the machine. A direct comparison has neither. It is made in several starts, because a process keeps its speed: of two
-forms of one small network each was 1.3 times as fast as the other in some pairs of processes.
+load of the machine. A direct comparison has neither. It is made in several starts, because a process keeps its speed: two forms
+of one small network ran at a ratio of 1.31 in one pair of processes, and of 0.96 in another.
 """
 
 from __future__ import annotations
