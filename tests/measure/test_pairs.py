@@ -524,6 +524,6 @@ def test_slow_calls_get_four_pairs_and_no_blame() -> None:
     found = compare(one, other, seconds=0.02, min_quads=6, width=1e-6)
     assert found.pairs >= 4
     slow = dataclasses.replace(found, pairs=4, foreign=0.01, stolen=0.0, ratio=Interval(1.5, 1.0, 2.0))
-    assert str(slow.doubt).startswith("The calls are so slow that only 4 pairs were measured")
+    assert str(slow.doubt).startswith("Only 4 pairs were measured in the time for it")
     busy = dataclasses.replace(slow, foreign=0.3)
     assert str(busy.doubt).startswith("The machine was too busy to measure well")

@@ -135,11 +135,11 @@ def test_slow_calls_and_busy_neighbours_are_counted_apart() -> None:
         trials = [dataclasses.replace(t, comparison=c) for t, c in zip(found.trials, poor, strict=False)]
         return busy(dataclasses.replace(found, trials=(*trials, *found.trials[len(trials) :])))
 
-    few = "The calls are so slow that few pairs were measured in the time for it"
+    few = "Few pairs were measured in the time for them"
     much = "The machine was too busy to measure well"
     poor = "3 of 8 ratios are known to no better than 30%."
     assert notes(slow, slow) == []
-    assert notes(slow, slow, slow) == [f"{few}: {poor} Give it more time: --timing 60s --fresh."]
+    assert notes(slow, slow, slow) == [f"{few}: {poor} Give it more: --timing 60s --fresh, and a longer budget if it has one."]
     assert notes(loud, loud, loud) == [f"{much}: {poor} Run it again with --fresh when it is quiet."]
     assert [note.split(":")[0] for note in notes(slow, loud, slow)] == [much, few]
 

@@ -153,7 +153,7 @@ class Comparison:
 
     @property
     def few(self) -> bool:
-        """Whether only few pairs were measured because the calls are slow, on a machine that was not busy."""
+        """Whether only few pairs were measured, as the calls are slow or the time was short, on a machine that was not busy."""
         return self.pairs <= SLOW_PAIRS and self.foreign + self.stolen + self.slowed <= QUIET
 
     @property
@@ -172,7 +172,7 @@ class Comparison:
             return None
         if self.few:
             return (
-                f"The calls are so slow that only {self.pairs} pairs were measured in the time for it: the ratio lies between "
+                f"Only {self.pairs} pairs were measured in the time for it: the ratio lies between "
                 f"{self.ratio.bounds(' and ')}."
             )
         if self.differs is not None:

@@ -265,16 +265,16 @@ class Result:
 
 
 def busy(record: Record) -> list[str]:
-    """Sentences if the machine was too busy, or the calls too slow, for many trials."""
+    """Sentences if the machine was too busy, or the time too short, for many trials."""
     timed = [t.comparison for t in record.trials if t.comparison is not None and t.state is State.COMPLETE]
     poor = [found for found in timed if found.doubt]
     if len(poor) <= len(timed) / 4:
         return []
-    slow = sum(found.few for found in poor)
+    few = sum(found.few for found in poor)
     fresh, longer = record.options
     causes = (
-        (len(poor) - slow, "The machine was too busy to measure well", f"Run it again with {fresh} when it is quiet."),
-        (slow, "The calls are so slow that few pairs were measured in the time for it", f"Give it more time: {longer}."),
+        (len(poor) - few, "The machine was too busy to measure well", f"Run it again with {fresh} when it is quiet."),
+        (few, "Few pairs were measured in the time for them", f"Give it more: {longer}, and a longer budget if it has one."),
     )
     return [
         f"{why}: {count} of {len(timed)} ratios are known to no better than {UNRELIABLE:.0%}. {way_out}"
