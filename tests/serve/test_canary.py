@@ -16,9 +16,12 @@ import pytest
 import torch
 from _serving import Net, Server, write
 
+from trimtab.errors import UsageError
 from trimtab.serve.canary import Trial, Turns, decide, latency_ratio, more_errors
+from trimtab.serve.options import read_options
 
 FLAGS = ["--instances", "1", "--threads", "1", "--batch", "8"]
+ANY_SPEED = ["--canary-slowdown", "1000"]
 ROWS = np.full((1, 16), 200.0).tolist()
 
 
@@ -48,7 +51,7 @@ def until(server: Server, words: str) -> list[tuple[int, Any]]:
 def test_a_good_version_takes_over_after_its_trial(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "artifact"
     shutil.copytree(net, folder)
-    with Server(tmp_path / "log", str(folder), *FLAGS, "--canary", "30%", "--canary-time", "1s") as server:
+    with Server(tmp_path / "log", str(folder), *FLAGS, "--canary", "30%", "--canary-time", "1s", *ANY_SPEED) as server:
         assert server.infer(ROWS)[0] == 200
         shutil.rmtree(folder)
         write(folder, seed=1)
@@ -133,7 +136,7 @@ def trial(answered: int, failed: int = 0, factor: float = 1.0) -> Trial:
     ],
 )
 def test_the_decision(new: Trial, old: Trial, takes_over: bool, words: str) -> None:
-    found = decide(new, old)
+    found = decide(new, old, 1.1)
     assert found is not None
     assert (found.takes_over, words in found.sentence) == (takes_over, True), found
 
@@ -145,5 +148,27 @@ def test_intervals_hold_the_value_and_shrink() -> None:
     ratio = latency_ratio(trial(50, factor=2.0), trial(50))
     assert ratio is not None
     assert ratio.low < 2.0 < ratio.high < 2.2
-    assert decide(trial(19, 0), trial(100), early=True) is None
-    assert decide(trial(10, 20), trial(100), early=True) is not None
+    assert decide(trial(19, 0), trial(100), 1.1, early=True) is None
+    assert decide(trial(10, 20), trial(100), 1.1, early=True) is not None
+
+
+def test_answers_that_are_slow_together_do_not_withdraw_a_version_that_is_as_fast() -> None:
+    """A neighbour takes the core for 40 answers now and then: 1.0 must lie in the interval about as often as it says."""
+    inside = 0
+    for seed in range(200):
+        draw, trials = random.Random(seed), (Trial(), Trial())
+        for one in trials:
+            for start in range(0, 800, 40):
+                pace = 0.02 if draw.random() < 0.3 else 0.01
+                for _ in range(40 if start else 25):  # batches and slow times do not begin together
+                    one.add(pace * draw.uniform(0.9, 1.1))
+        ratio = latency_ratio(*trials)
+        assert ratio is not None
+        inside += ratio.low < 1 < ratio.high
+    assert inside >= 170
+
+
+@pytest.mark.parametrize("value", [0.9, float("nan"), "fast", True])
+def test_a_slowdown_below_1_is_refused(net: pathlib.Path, value: Any) -> None:
+    with pytest.raises(UsageError, match="canary-slowdown is .*; it is a number from 1 up, such as 1.1"):
+        read_options([str(net)], {"canary_slowdown": value}, None)

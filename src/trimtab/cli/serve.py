@@ -32,8 +32,7 @@ def serve_command(
     memory: Annotated[str | None, typer.Option(help="Most memory of the instances of one model.")] = None,
     max_body: Annotated[str | None, typer.Option(help="Largest body of a request; larger ones get 413 [64MB].")] = None,
     shadow: Annotated[
-        str | None,
-        typer.Option(metavar="SHARE", help="Compare this share of the answers with the original model, out of band."),
+        str | None, typer.Option(metavar="SHARE", help="Compare this share of answers with the original model, out of band.")
     ] = None,
     shadow_from: Annotated[
         list[str] | None,
@@ -43,6 +42,9 @@ def serve_command(
         str | None, typer.Option(metavar="SHARE", help="Requests that a new version gets before it takes over [none].")
     ] = None,
     canary_time: Annotated[str | None, typer.Option(help="How long a new version is compared with the old one [60s].")] = None,
+    canary_slowdown: Annotated[
+        float | None, typer.Option(help="Withdraw a version whose latency is above this multiple of the old one's [1.1].")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port for HTTP; 0 takes a free one [8000].")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Port for gRPC; 0 takes a free one [8001].")] = None,
@@ -59,10 +61,7 @@ def serve_command(
     ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request as a line of JSON.")] = False,
     write: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TARGET", help="Serve nothing; write the files for docker, systemd, kubernetes, kserve, triton or ray."
-        ),
+        str | None, typer.Option(metavar="TARGET", help="Only write files: docker, systemd, kubernetes, kserve, triton or ray.")
     ] = None,
     out: Annotated[str | None, typer.Option(metavar="FOLDER", help="Folder for the files of --write.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Allow artifacts that carry native code.")] = False,
@@ -79,7 +78,8 @@ def serve_command(
     flags: dict[str, Any] = {
         **{"instances": instances, "batch": batch, "threads": threads, "max_wait": max_wait, "queue": queue, "watch": watch},
         **{"deadline": deadline, "max_body": max_body, "objective": objective, "p99": p99, "memory": memory, "device": device},
-        **{"shadow": shadow, "shadow_from": shadow_from or None, "canary": canary, "canary_time": canary_time},
+        **{"shadow": shadow, "shadow_from": shadow_from or None, "canary": canary},
+        **{"canary_time": canary_time, "canary_slowdown": canary_slowdown},
         **{"host": host, "port": port, "grpc_port": grpc_port, "no_grpc": no_grpc, "token_file": token_file},
         **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "log_requests": log_requests},
     }

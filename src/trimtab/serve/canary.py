@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable
 
 from trimtab.core.measurement import Interval
 from trimtab.measure.quantiles import normal_quantile, t_quantile
 
-SLOWER = 1.1
-"""A new version is withdrawn if its latency is surely above this multiple of the old one's."""
+MOST_BATCHES = 24
+"""Batches of a version's latencies, in the order of the answers; from this number on, two neighbours become one."""
 LOOK_S = 0.1
 EARLY_LEAST, EARLY_CONFIDENCE = 20, 0.999
 """Requests from which on, and confidence with which, more errors end the trial before its time; it is looked at many times."""
@@ -26,33 +27,35 @@ class Trial:
         self.warm = True
         """Whether the latency of answers counts. The first answers after the other version's turn are slower, by up to a half:
         the caches hold the other version's weights."""
-        self._sum = self._squares = 0.0
+        self.means: list[float] = []
+        """Mean of the logarithm of the latency of each batch of answers, in their order: from 12 answers on, 12 to 23 batches.
+
+        Answers that follow each other are slow together, where a neighbour has the core for a while. From single answers the
+        mean looks far surer than it is; from means of long batches it does not (Law and Carson, "A Sequential Procedure for
+        Determining the Length of a Steady-State Simulation", 1979).
+        """
+        self._size, self._sum, self._count = 1, 0.0, 0
 
     def add(self, seconds: float) -> None:
         """Count an answer."""
         self.answered += 1
         if not self.warm:
             return
-        logarithm = math.log(max(seconds, 1e-9))
         self.timed += 1
-        self._sum += logarithm
-        self._squares += logarithm * logarithm
+        self._sum += math.log(max(seconds, 1e-9))
+        self._count += 1
+        if self._count < self._size:
+            return
+        self.means.append(self._sum / self._size)
+        self._sum, self._count = 0.0, 0
+        if len(self.means) == MOST_BATCHES:
+            self.means = [(a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True)]
+            self._size *= 2
 
     @property
     def requests(self) -> int:
         """Answers and failures."""
         return self.answered + self.failed
-
-    @property
-    def mean(self) -> float:
-        """Mean of the logarithm of the latency."""
-        return self._sum / self.timed
-
-    @property
-    def error(self) -> float:
-        """Squared standard error of :attr:`mean`."""
-        spread = max(self._squares - self._sum * self.mean, 0.0) / (self.timed - 1)
-        return spread / self.timed
 
 
 class Turns:
@@ -106,21 +109,29 @@ def _wilson(count: int, n: int, z: float) -> tuple[float, float, float]:
 
 
 def latency_ratio(new: Trial, old: Trial) -> Interval | None:
-    """The geometric mean latency of ``new`` over that of ``old``, with Welch's interval; ``None`` for too few answers."""
-    if min(new.timed, old.timed) < 2:
+    """The geometric mean latency of ``new`` over that of ``old``, with Welch's interval over the batches of answers; ``None``
+    for too few answers."""
+    if min(len(new.means), len(old.means)) < 2:
         return None
-    parts, ratio = (new.error, old.error), new.mean - old.mean
-    total = sum(parts)
-    weights = sum(part * part / (one.timed - 1) for part, one in zip(parts, (new, old), strict=True))
+    ratio = statistics.fmean(new.means) - statistics.fmean(old.means)
+    parts = [(statistics.variance(one.means) / len(one.means), len(one.means)) for one in (new, old)]
+    total = sum(error for error, _ in parts)
+    weights = sum(error * error / (count - 1) for error, count in parts)
     half = t_quantile(0.975, max(total * total / weights, 1.0)) * math.sqrt(total) if total and weights else 0.0
     return Interval(math.exp(ratio), math.exp(ratio - half), math.exp(ratio + half))
 
 
-def decide(new: Trial, old: Trial, *, early: bool = False) -> Decision | None:
-    """The decision after a trial. ``early``: only more errors, of which there is no doubt; else ``None``."""
+def decide(new: Trial, old: Trial, slowdown: float, *, early: bool = False) -> Decision | None:
+    """The decision after a trial.
+
+    Args:
+        new, old: the outcomes of the two versions.
+        slowdown: the new version is withdrawn if its latency is surely above this multiple of the old one's.
+        early: only more errors, of which there is no doubt; else ``None``.
+    """
     if early:
         surely = new.requests >= EARLY_LEAST and more_errors(new, old, EARLY_CONFIDENCE).low > 0
-        return decide(new, old) if surely else None
+        return decide(new, old, slowdown) if surely else None
     errors, latency = more_errors(new, old), latency_ratio(new, old)
     found = (
         f"{new.requests} requests against {old.requests} of the old version; errors {_percent(new)} against {_percent(old)}, "
@@ -130,8 +141,8 @@ def decide(new: Trial, old: Trial, *, early: bool = False) -> Decision | None:
         found += f"; latency {latency.value:.3g} times (95% interval {latency.low:.3g} to {latency.high:.3g}) the old one's"
     if errors.low > 0:
         return Decision(False, f"The new version is withdrawn, as it fails more often: {found}.")
-    if latency is not None and latency.low > SLOWER:
-        return Decision(False, f"The new version is withdrawn, as it is more than {SLOWER:g} times as slow: {found}.")
+    if latency is not None and latency.low > slowdown:
+        return Decision(False, f"The new version is withdrawn, as it is more than {slowdown:g} times as slow: {found}.")
     doubt = " Too few answers to compare the latency." if latency is None else ""
     return Decision(True, f"The new version takes over, as nothing speaks against it: {found}.{doubt}")
 
@@ -140,16 +151,16 @@ def _percent(trial: Trial) -> str:
     return f"{100 * trial.failed / max(trial.requests, 1):.2g}%"
 
 
-async def tried(new: Trial, old: Trial, seconds: float, stopping: Callable[[], bool]) -> Decision:
-    """Wait for ``seconds`` while both versions serve, then decide; earlier if the new one surely fails more often."""
+async def tried(new: Trial, old: Trial, seconds: float, slowdown: float, stopping: Callable[[], bool]) -> Decision:
+    """Wait for ``seconds`` while both versions serve, then :func:`decide`; earlier if the new one surely fails more often."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while loop.time() < end:
         if stopping():
             return Decision(False, "The new version is withdrawn, as the server stops.")
-        if (decision := decide(new, old, early=True)) is not None:
+        if (decision := decide(new, old, slowdown, early=True)) is not None:
             return decision
         await asyncio.sleep(min(LOOK_S, max(end - loop.time(), 0.0)))
-    decision = decide(new, old)
+    decision = decide(new, old, slowdown)
     assert decision is not None
     return decision

@@ -45,7 +45,7 @@ TEMPLATES = {
 }
 FLAGS = (
     *("instances", "threads", "batch", "queue", "max_wait_s", "deadline_s", "objective", "p99_s", "memory_mb", "max_body_mb"),
-    *("watch_s", "shadow", "canary", "canary_time_s"),
+    *("watch_s", "shadow", "canary", "canary_time_s", "canary_slowdown"),
 )
 """Options that are written if they differ from the default."""
 LOADING = {"onnxruntime": ("onnxruntime", "onnx"), "openvino": ("openvino",)}

@@ -51,6 +51,8 @@ class Options:
     """Share of the requests that a new version gets before it takes over; 0: it takes over at once."""
     canary_time_s: float = 60.0
     """How long the versions are compared."""
+    canary_slowdown: float = 1.1
+    """A new version is withdrawn if its latency is surely above this multiple of the old one's."""
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = 8001
@@ -73,6 +75,7 @@ UNITS = {
 COUNTS = {"instances": 1, "batch": 1, "threads": 1, "queue": 1, "port": 0, "grpc_port": 0}
 """Options that are whole numbers, and the smallest of each."""
 SHARES = ("shadow", "canary")
+RATIOS = ("canary_slowdown",)
 CHOICES = {"objective": ("throughput", "latency")}
 TEXTS = ("host", "device", "token_file", "tls_cert", "tls_key")
 LISTS = ("shadow_from",)
@@ -91,7 +94,7 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     table = given.pop(TABLE, {})
     if not isinstance(table, dict) or not all(isinstance(path, str) for path in table.values()):
         raise UsageError(f"{config}: [models] holds lines such as digits = {EXAMPLE!r}.")
-    known = {*UNITS, *COUNTS, *SHARES, *CHOICES, *TEXTS, *LISTS, *FLAGS}
+    known = {*UNITS, *COUNTS, *SHARES, *RATIOS, *CHOICES, *TEXTS, *LISTS, *FLAGS}
     if unknown := sorted(set(given) - known):
         raise UsageError(f"{config}: there is no option {unknown[0]!r}. Known: {', '.join(sorted({*known, TABLE}))}.")
     given |= {name: value for name, value in flags.items() if value is not None and value is not False}
@@ -171,6 +174,10 @@ def _value(name: str, value: Any) -> dict[str, Any]:
         if not 0 < share <= 1:
             raise UsageError(f"{shown} is {value!r}; it is a share of the requests, as text, such as '1%'.")
         return {name: share}
+    if name in RATIOS:
+        if type(value) not in (int, float) or not 1 <= value < math.inf:
+            raise UsageError(f"{shown} is {value!r}; it is a number from 1 up, such as 1.1.")
+        return {name: float(value)}
     if name in CHOICES and value not in CHOICES[name]:
         raise UsageError(f"{shown} is {value!r}; it is {' or '.join(CHOICES[name])}.")
     if not isinstance(value, str) or not value:

@@ -99,7 +99,7 @@ class Model:
             self.canary, share = new, f"{100 * options.canary:g}%"
             self.reason = f"Version {version} gets {share} of the requests for {options.canary_time_s:g} s."
             self._log("canary", model=self.name, version=version, share=share, seconds=options.canary_time_s)
-            decision = await tried(*trials, options.canary_time_s, lambda: self.draining)
+            decision = await tried(*trials, options.canary_time_s, options.canary_slowdown, lambda: self.draining)
             if not decision.takes_over:
                 raise StartError("UsageError", decision.sentence)
         except BaseException:  # cancelled, too: no process is left
