@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import itertools
 import os
 import pathlib
 import random
@@ -281,6 +282,32 @@ def test_where_neighbours_starve_every_call_of_one_side_what_its_threads_waited_
     assert found.ratio.vague
     evenly = compare(Starved(200e6), Starved(200e6), seconds=0.2, min_quads=4, max_quads=4)
     assert evenly.ratio.width < 0.1, "both lose alike"
+
+
+def test_where_only_the_cores_change_their_pace_the_time_in_which_threads_wake_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Calls of four threads wait for each other without neighbours: 12x was said to be at least 7x."""
+    waited = {os.getppid(): 0, os.getpid(): 0}
+
+    class Slow(Clockwork):
+        def pace(self) -> int:
+            return next(paces)
+
+    class Waking(Slow):
+        pid = os.getppid()
+
+        def block(self, calls: int) -> list[int]:
+            times = super().block(calls)
+            waited[self.pid] += round(0.4 * sum(times))
+            return times
+
+    paces = itertools.cycle([100, 210, 100])
+    monkeypatch.setattr(pairs, "usage", lambda before, after: share(0.05))
+    monkeypatch.setattr(pairs, "waits", lambda pid: {pid: waited[pid]})
+    found = compare(Slow(1e6), Waking(12e6), seconds=0.2, min_quads=4, max_quads=4)
+    assert found.estimates is not None, "no quad was quiet"
+    assert found.ratio.low == pytest.approx(12, rel=0.1)
 
 
 def test_quads_on_a_core_that_is_slower_than_usual_are_thrown_away_and_counted() -> None:

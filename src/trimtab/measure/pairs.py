@@ -157,7 +157,8 @@ def compare(
     ``stolen`` and ``slowed`` say how noisy they were. A tenth of a block's calls is then hardly disturbed, so the ratio is that
     of the blocks' 10% quantiles: on a host whose cores changed their pace it was within 6% of its middle in 38 of 39 starts,
     where the ratio of medians was from 22% below to 36% above. The interval also contains the ratio of the medians, of the
-    fastest calls of both sides, and of the calls' times without the time in which their threads waited for a core.
+    fastest calls of both sides, and, where others used more than :data:`DISTURBED` of the CPUs, of the calls' times without the
+    time in which their threads waited for a core.
 
     ``process_noise``, the variation that more quads do not reduce, is added to the interval at the end, unless a runner is
     compared with itself; ``width`` is about the rest. So by default a difference below about 2% is never sure. For several
@@ -302,9 +303,11 @@ def _result(
     if missing:  # if neighbours starve calls, the fastest calls and the running time may give another ratio than blocks
         sampling = ratio
         quantiles = [_quantile_ratio(used, share) for share in (LUCKY, 0.5)]
+        crowded = statistics.fmean(quad.mean("disturbed") for quad in used) > DISTURBED
+        running = _running_time_ratio(used) if crowded else ratio.value
         best = session.quickest
         fastest = ratio.value if best is None else max(1, best["rival"]) / max(1, best["candidate"])
-        seen = [ratio.value, _ratio(used).value, *quantiles, _running_time_ratio(used), fastest]
+        seen = [ratio.value, _ratio(used).value, *quantiles, running, fastest]
         estimates = tuple(seen)
         ratio = Interval(ratio.value, min(ratio.low, *seen), max(ratio.high, *seen))
     return Comparison(
@@ -363,7 +366,8 @@ def _running_time_ratio(quads: Sequence[Quad]) -> float:
     """The ratio of both sides' times without the time in which their threads waited for a core.
 
     If neighbours keep every core busy, threads that meet at barriers are late in each call, so that not even the fastest call
-    is undisturbed.
+    is undisturbed. It says nothing where neighbours leave the cores free: threads wait there only while they wake, which belongs
+    to their call. On a host whose cores changed their pace it was 7 where all other estimates were 11 to 14.
     """
 
     def ran(blocks: Sequence[Block]) -> float:
