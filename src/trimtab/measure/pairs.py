@@ -366,8 +366,8 @@ def _running_time_ratio(quads: Sequence[Quad]) -> float:
     """The ratio of both sides' times without the time in which their threads waited for a core.
 
     If neighbours keep every core busy, threads that meet at barriers are late in each call, so that not even the fastest call
-    is undisturbed. It says nothing where neighbours leave the cores free: threads wait there only while they wake, which belongs
-    to their call. On a host whose cores changed their pace it was 7 where all other estimates were 11 to 14.
+    is undisturbed. It says nothing where neighbours leave the cores free: threads wait there only while they wake, which is a
+    part of their call. On a host whose cores changed their pace it was 7 where all other estimates were 11 to 14.
     """
 
     def ran(blocks: Sequence[Block]) -> float:
