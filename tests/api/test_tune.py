@@ -35,8 +35,9 @@ from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.evaluation.evaluate import Plan
 from trimtab.evaluation.prepared_workload import prepare
 from trimtab.evaluation.training.timer import Updates
-from trimtab.evaluation.training.trial import STILL, _unfaithful, confirm, try_recipe
+from trimtab.evaluation.training.trial import STILL, _unfaithful, confirm, settled, try_recipe
 from trimtab.evaluation.training.workload import TrainingSubject, first, prepared
+from trimtab.measure import pairs
 from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.record import Record
@@ -375,6 +376,41 @@ def test_an_exception_of_the_training_fails_its_trial_only() -> None:
     assert "no kernel for this" in found.reason
 
 
+class Restless:
+    """Gives times of 1/1.3 of a millisecond, which wobble by 1.7 for the first blocks."""
+
+    pid = os.getpid()
+    made = 0
+    wobble = (0.58, 0.58, 0.58, 1.72, 1.72, 1.72)
+
+    def block(self, calls: int) -> list[int]:
+        time.sleep(0.001)
+        self.made += 1
+        return [round(1e6 / 1.3 * (self.wobble[self.made % 6] if self.made < 60 else 1.0))] * calls
+
+    def pace(self) -> int:
+        return 1000
+
+
+class Steady(Restless):
+    def block(self, calls: int) -> list[int]:
+        time.sleep(0.001)
+        return [1_000_000] * calls
+
+
+def test_a_gain_that_a_timing_leaves_open_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "usage", lambda before, after: None)  # as if nobody else used the machine
+    once, remark = settled(Restless(), Steady(), Plan(seconds=0.05))
+    assert remark is None
+    assert once.ratio.low < 1 < once.ratio.value
+    again, remark = settled(Restless(), Steady(), Plan(seconds=0.05, again_s=5.0))
+    assert str(remark).startswith("It was timed again for longer, because a first timing left open whether it gains: ")
+    assert again.ratio.low > 1
+    assert again.ratio.value == pytest.approx(1.3, rel=0.05)
+    for plan in (Plan(seconds=0.05, again_s=5.0, over=1.4), Plan(seconds=0.05, again_s=5.0, over=0.1)):
+        assert settled(Restless(), Steady(), plan)[1] is None, "it seems slower than that, or surely is not"
+
+
 # The search.
 
 
@@ -574,12 +610,14 @@ def test_what_does_nothing_is_not_added_up() -> None:
         return Interval(value, 0.975 * value, 1.025 * value)
 
     facts = SearchState(throughput=True, feasible=lambda trial: True, value=lambda trial: interval(trial).low)
-    climb, done = GreedySampler(), list[Trial]()
+    climb, done, bars = GreedySampler(), list[Trial](), dict[tuple[str, int], set[float]]()
     while (ask := climb.ask(done, facts)) is not None:
+        bars.setdefault((ask.stage, len(ask.recipe.passes)), set()).add(ask.over)
         trial = Trial(recipe=ask.recipe, state=State.COMPLETE, stage=ask.stage)
         done.append(dataclasses.replace(trial, speedup=interval(trial)))
     best = max(done, key=lambda trial: interval(trial).low).recipe
     assert {step.name for step in best.passes} == {"joined", "autocast"}
+    assert (bars["lossless", 1], bars["precision", 2]) == ({1.0}, {1.5}), "what a recipe must exceed is the speed of its base"
 
 
 def test_exact_settings_that_a_busy_machine_could_not_tell_are_looked_at_again() -> None:

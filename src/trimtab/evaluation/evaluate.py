@@ -80,6 +80,10 @@ class Plan:
     """Keep the first timing of a recipe whose speed-up is surely below this: it cannot win."""
     brief: bool = False
     """Keep the first timing of every recipe, so that more of them are tried."""
+    over: float = 1.0
+    """Training: the speed-up that a recipe must surely exceed, that of what it is added to."""
+    again_s: float = 0.0
+    """Training: maximum duration of a second timing, if the first leaves open whether the recipe exceeds :attr:`over`."""
 
 
 def evaluate(

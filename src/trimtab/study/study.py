@@ -40,6 +40,8 @@ from trimtab.study.trainings import Trainings
 
 THREAD_LIMIT = "thread limit"
 """Key in the storage: the number of threads of the study, and what other processes used as it began."""
+AGAIN = 4.0
+"""Maximum duration of the second timing of a training, in multiples of the first: its interval is half as wide."""
 LENT = 0.5
 """Share of the time kept for the confirmation that the first form of a runtime may take."""
 KEEP = 3
@@ -305,13 +307,17 @@ class Study:
     def _plan_for(self, ask: Ask) -> Plan:
         """How the trial of ``ask`` is timed, with thresholds for its first timing, which the model as written does not have.
 
-        Within a budget the form of every runtime without loss is timed briefly, before others are timed at length.
+        Within a budget the form of every runtime without loss is timed briefly, before others are timed at length. A training
+        whose gain is left open is timed a second time.
         """
-        early = ask.stage in ("as_written", "tuned", "lossless")
-        seconds = ranking.in_time(self.options.timing_s, self._end, ranking.EARLY if early else ranking.TIMED)
+        timing_s, end = self.options.timing_s, self._end
+        early = self.task.mode == "infer" and ask.stage in ("as_written", "tuned", "lossless")
+        seconds = ranking.in_time(timing_s, end, ranking.EARLY if early else ranking.TIMED)
         reach = ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
         plan = self.plan(seconds=seconds, **({} if ask.stage in ("as_written", "tuned") else reach))
-        brief = early and self.task.mode == "infer" and seconds < self.options.timing_s
+        if self.task.mode == "train":
+            return dataclasses.replace(plan, over=ask.over, again_s=ranking.in_time(AGAIN * timing_s, end))
+        brief = early and seconds < timing_s
         return dataclasses.replace(plan, brief=brief, quick_s=seconds / 2) if brief else plan
 
     def _facts(self) -> SearchState:

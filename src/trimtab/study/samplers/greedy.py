@@ -46,19 +46,18 @@ def _added(
 
     Noise makes some useless steps look faster. So the lower end of a step's speed-up must exceed the speed-up of its base.
     """
-    alone = [_with(base, step) for step in steps]
+    alone, floor = [_with(base, step) for step in steps], _measured(base, done, facts)
     for recipe in alone:
-        yield Ask(stage, recipe)
-    floor = _measured(base, done, facts)
+        yield Ask(stage, recipe, floor)
     paying = sorted((r for r in alone if _speed(r, done, facts) > floor), key=lambda r: -_speed(r, done, facts))
     together = paying[0] if paying else base
     for recipe in paying[1:]:
         step = recipe.passes[-1]
         if any(step.sets & taken.sets for taken in together.passes):
             continue
-        more = _with(together, step)
-        yield Ask(stage, more)
-        if _speed(more, done, facts) > _measured(together, done, facts):
+        more, bar = _with(together, step), _measured(together, done, facts)
+        yield Ask(stage, more, bar)
+        if _speed(more, done, facts) > bar:
             together = more
     return together
 

@@ -60,6 +60,8 @@ class Ask:
 
     stage: str
     recipe: Recipe
+    over: float = 1.0
+    """The speed-up that it must surely exceed to be of use, in training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
