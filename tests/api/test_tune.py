@@ -376,6 +376,16 @@ def test_an_exception_of_the_training_fails_its_trial_only() -> None:
     assert "no kernel for this" in found.reason
 
 
+def test_code_for_all_sizes_is_tried_where_sizes_differ() -> None:
+    def uneven() -> list[Any]:
+        return [(torch.randn(n, 8), torch.randint(3, (n,))) for n in (16, 12)]
+
+    dynamic, of_no_use = PASSES["compile"](dynamic=True), "Code for all sizes at once is of no use"
+    assert str(prepared(workload(), 4).blocked(dynamic)).startswith(of_no_use)
+    assert not str(prepared(workload(data=uneven), 4).blocked(dynamic)).startswith(of_no_use)
+    assert not str(prepared(workload(), 4).blocked(PASSES["compile"]())).startswith(of_no_use)
+
+
 class Restless:
     """Gives times of 1/1.3 of a millisecond, which wobble by 1.7 for the first blocks."""
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from trimtab.backends.common.exported_program import export_program
 from trimtab.core.candidate import Candidate
+from trimtab.core.settings import CompilerSettings
 from trimtab.core.signature import Dim
 from trimtab.core.technique import PASSES
 from trimtab.errors import CompileError, UsageError
@@ -21,6 +22,7 @@ from trimtab.hardware import system
 from trimtab.hardware.system import usable_cores
 from trimtab.passes.autocast import Autocast
 from trimtab.passes.batch import Batch
+from trimtab.passes.compile import Compile
 from trimtab.passes.fold_bn import FoldBn
 from trimtab.passes.int8_weights import Int8Weights
 from trimtab.passes.remove_dropout import RemoveDropout
@@ -169,6 +171,17 @@ def test_threads() -> None:
     )
     with pytest.raises(UsageError, match="count is 0; it is at least 1"):
         Threads(count=0)
+
+
+def test_compile_keeps_what_the_settings_ask_of_the_compiler() -> None:
+    plain = Candidate.of(nn.Linear(2, 2), (torch.zeros(3, 2),))
+    asked = plain.with_settings({"compiler.dynamic": True, "compiler.options": {"epilogue_fusion": True}})
+    found = Compile().apply(asked).settings
+    assert (found.compile, found.compiler) == (True, asked.settings.compiler)
+    assert Compile(dynamic=True).apply(plain).settings.compiler == CompilerSettings(dynamic=True)
+    timed = Compile(mode="max-autotune-no-cudagraphs")
+    assert timed.apply(plain).settings.compiler == CompilerSettings(mode="max-autotune-no-cudagraphs")
+    assert str(timed.why_not(asked)).startswith("compile has a mode, and the settings give the compiler options of their own")
 
 
 def test_batch_rebuilds_the_inputs() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -42,10 +42,14 @@ class Compile(Pass):
         return None if torch.cuda.is_available() else no_compiler()
 
     def why_not(self, candidate: Candidate) -> str | None:
-        """Training on the CPU needs a C++ compiler even if there is a GPU."""
+        """Training on the CPU needs a C++ compiler even if there is a GPU; options of the compiler leave no mode to choose."""
+        if self.mode != "default" and candidate.settings.compiler.options is not None:
+            return "compile has a mode, and the settings give the compiler options of their own, which stand in its place."
         return no_compiler() if candidate.settings.device == "cpu" else None
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``compile``; the Trainer compiles it."""
-        mode, dynamic = None if self.mode == "default" else self.mode, True if self.dynamic else None
-        return candidate.with_settings({"compile": True, "compiler.mode": mode, "compiler.dynamic": dynamic})
+        """The same model with the setting ``compile``; the Trainer compiles it. Defaults keep what the settings ask for."""
+        asked: dict[str, Any] = {"compile": True}
+        asked |= {} if self.mode == "default" else {"compiler.mode": self.mode}
+        asked |= {"compiler.dynamic": True} if self.dynamic else {}
+        return candidate.with_settings(asked)

@@ -7,6 +7,7 @@ import functools
 import gc
 import pathlib
 import re
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from trimtab import DataSettings, DistributedSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
+from trimtab.core.measurement import Interval
 from trimtab.errors import UsageError
 from trimtab.train.autotune import auto_settings, shadow_run
 from trimtab.train.autotune.online_tuning import _window
@@ -312,6 +314,42 @@ def test_what_a_short_run_cannot_pay_back_is_hardly_looked_at() -> None:
     summary = whole.fit([(torch.randn(64, 4), torch.randn(64, 4))], steps=4)
     assert summary.settings.data.micro_batch == 64
     assert summary.notes[-1].endswith("Smaller ones are not tried, because the run is short.")
+
+
+class Sleeping(nn.Linear):
+    """So slow that a round has a single update."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.04)
+        return super().forward(x)
+
+
+def test_code_is_judged_by_batches_of_all_sizes_and_by_what_compiling_costs() -> None:
+    torch.manual_seed(0)
+    made = Trainer(Sleeping(4, 4), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, settings=Settings(threads=1))
+    data = [(torch.randn(n, 4), torch.randint(4, (n,))) for n in (8, 6, 4, 2)]
+
+    def options(decisions: auto_settings._Decisions) -> list[str]:
+        return [decisions._option(technique) for technique, _ in decisions._options(["compile"])["compile"]]
+
+    short, decisions = (auto_settings._Decisions(made.context, data, updates) for updates in (600, 10_000))
+    for each in (short, decisions):
+        each.make([])
+        assert len(each.batches) == 1
+        assert options(each) == ["compile=True"]
+        each._widen()
+    assert (len(short.batches), len(decisions.batches)) == (1, 4)
+    assert options(decisions) == ["compile=True", "compile=True with compiler.dynamic=True"]
+    made.context.settings = made.settings.replaced({"compiler.dynamic": False})
+    assert options(decisions) == ["compile=True"], "what the settings ask for stays"
+
+    decisions.step_s, decisions.compile_s = 0.1, 20.0
+    slow_to_compile = decisions._paid_back(Interval(1.02, 1.01, 1.03), "it ran at 1.02x", 60.0)
+    assert slow_to_compile == "off: it ran at 1.02x, and compiling takes 60.0 s instead of 20.0 s."
+    assert decisions._paid_back(Interval(1.0, 0.99, 1.01), "it ran at 1.00x", 5.0).startswith("on: ")
+    decisions.compile_s = 0.0
+    assert decisions._paid_back(Interval(1.02, 1.01, 1.03), "it ran at 1.02x", 8.0).startswith("on: ")
+    assert "compiling takes 20.0 s and saves 9.9 s" in decisions._paid_back(Interval(1.02, 1.01, 1.03), "it ran", 20.0)
 
 
 def test_a_precision_that_cannot_tell_the_targets_apart_is_off() -> None:

@@ -20,11 +20,12 @@ from trimtab._internal.user_code import user_code
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
+from trimtab.core.technique import Pass
 from trimtab.core.workload import Training, Workload
 from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadError
 from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import tensors_of
-from trimtab.train.autotune.auto_settings import OFF
+from trimtab.train.autotune.auto_settings import OFF, shapes
 from trimtab.train.autotune.shadow_run import candidate, rounded
 from trimtab.train.data.loader_position import is_seekable
 from trimtab.train.loss.adapter import Batch, examples
@@ -84,6 +85,12 @@ class TrainingSubject:
                 raise CompileError(reason)
             now = step.apply(now)
         return now.settings
+
+    def blocked(self, step: Pass) -> str | None:
+        """Why ``step`` cannot be tried on this training, or is of no use; ``None`` if it can."""
+        if getattr(step, "dynamic", False) and len(shapes(self.batches)) == 1:
+            return "Code for all sizes at once is of no use where all batches have one size."
+        return step.blocked(self.candidate)
 
     @functools.cached_property
     def gathering(self) -> frozenset[str]:

@@ -54,7 +54,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "code": code_of(subject.trainer(subject.settings, subject.workload.seed).model, files),
         "score": reference.final,
         "n": len(reference.losses),
-        "blocked": {dumps(t, indent=None): reason for t in steps if (reason := t.blocked(subject.candidate))},
+        "blocked": {dumps(t, indent=None): reason for t in steps if (reason := subject.blocked(t))},
         "notes": [*subject.notes, *_meaning(subject, reference), *PASSES.broken.values()],
         "inputs": f"{subject.examples:g} examples per update",
         "threads": subject.settings.threads or torch.get_num_threads(),

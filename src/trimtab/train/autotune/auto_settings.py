@@ -110,14 +110,18 @@ class _Decisions:
     """
 
     def __init__(self, context: RunContext, batches: Sequence[Batch], updates: int | None) -> None:
-        self.context, self.batches = context, batches
+        self.context, self.batches, self.read = context, batches, batches
         self.updates = None if updates is None else updates - context.position.update
         self.best: ShadowRun | None = None
         self.candidate: Candidate | None = None
         self.interrupted: set[str] = set()
         """Fields that are not decided because the user ended the run."""
         self.compile_s = 0.0
-        """Seconds in which the best run so far was compiled."""
+        """Seconds in which the best run so far was compiled; 0 if it is not compiled."""
+        self.offered = 0.0, 1.0
+        """Seconds in which the run timed last was compiled, and its speed-up."""
+        self.mixed = False
+        """Whether rounds have batches of several sizes, in any process."""
         self.step_s = self.round_s = 0.0
         """Seconds of an update of the best run so far, and of a round, which has one update from each group of batches."""
 
@@ -138,7 +142,9 @@ class _Decisions:
         seconds = min(self._seconds() / max(tried, 1), max(SECONDS, MOST_ROUNDS * self.round_s))
         precision = context.settings.precision.autocast
         for index, name in enumerate(fields):
-            if precision != context.settings.precision.autocast:  # some kernels take 16 bits only
+            if name == "compile":
+                self._widen()
+            if name == "compile" or precision != context.settings.precision.autocast:  # some kernels take 16 bits only
                 precision = context.settings.precision.autocast
                 options |= self._options(fields[index:])
             results: dict[str, list[str]] = {}
@@ -154,18 +160,18 @@ class _Decisions:
         """The passes for each field, each with the reason why it need not be timed now, or ``None``."""
         assert self.candidate is not None
         self.candidate = self.candidate.with_settings({"precision.autocast": self.context.settings.precision.autocast})
-        alike = len(_shapes(self.batches)) == 1
-        fitting = {name: [each for each in _techniques(name) if self._fits(each, alike=alike)] for name in fields}
+        fitting = {name: [each for each in _techniques(name) if self._fits(each)] for name in fields}
         return {name: [(each, self._against_trying(each)) for each in found] for name, found in fitting.items()}
 
-    def _fits(self, technique: Pass, *, alike: bool) -> bool:
-        """Whether ``technique`` can be of use: code for all sizes only if sizes differ, and timed kernels only on a GPU."""
-        asked = self._changes(technique)
-        return not (
-            (alike and asked.get("compiler.dynamic"))
-            or (self.context.device.type == "cpu" and asked.get("compiler.mode"))
-            or (self.context.settings.compiler.options is not None and asked.get("compiler.mode"))
-        )
+    def _fits(self, technique: Pass) -> bool:
+        """Whether ``technique`` can be of use: code for all sizes only if sizes differ, timed kernels only on a GPU.
+
+        What the settings ask for of either stays as it is.
+        """
+        asked, compiler = self._changes(technique), self.context.settings.compiler
+        sizes = asked.get("compiler.dynamic") and not (self.mixed and compiler.dynamic is None)
+        kernels = asked.get("compiler.mode") and not (compiler.mode is None and compiler.options is None)
+        return not (sizes or kernels or (asked.get("compiler.mode") and self.context.device.type == "cpu"))
 
     def _against_trying(self, technique: Pass) -> str | None:
         """Why ``technique`` need not be timed, as a clause or a sentence; ``None`` if it must be."""
@@ -222,6 +228,9 @@ class _Decisions:
         if not self.context.world.any(faster is None):  # each process asks exactly once
             assert faster is not None
             self.best, self.context.settings = faster, faster.settings
+            compile_s, speedup = self.offered
+            self.step_s, self.round_s = self.step_s / speedup, self.round_s / speedup
+            self.compile_s = compile_s if field == "compile" else self.compile_s
         elif faster is not None:
             result = "off: it does not pay in every process."
         if self.context.settings.memory.activation_mb is not None or self.context.settings.memory.segments is not None:
@@ -235,12 +244,28 @@ class _Decisions:
         self.batches = run.feed.batches = [move(batch) for batch in batches[:accumulate]]
         _, self.step_s = seconds_of(run)
         self.round_s, groups = self.step_s, -(-len(batches) // accumulate)
-        alike = len(_shapes(batches)) == 1
+        alike = len(shapes(batches)) == 1
         if alike or groups * self.step_s > SECONDS / 40 or FEWEST_ROUNDS * self.step_s > self._seconds():
             return
         self.batches = run.feed.batches = [move(batch) for batch in batches]
         _, self.round_s = seconds_of(run)
         self.step_s = self.round_s / groups
+
+    def _widen(self) -> None:
+        """Have rounds with all batches that were read if these differ in size, because code is compiled for each size.
+
+        Not if the fewest rounds would then take too large a share of the run. All processes do the same.
+        """
+        assert self.best is not None
+        world, groups = self.context.world, -(-len(self.read) // self.context.settings.data.accumulate)
+        differ = world.any(len(shapes(self.read)) > 1)
+        if world.any(self.updates is None or FEWEST_ROUNDS * groups > EARLY_SHARE * self.updates) or not differ:
+            return
+        self.mixed, move = True, mover(self.context.device)
+        if len(self.batches) < len(self.read):
+            with contextlib.suppress(torch.OutOfMemoryError):  # then the first size alone is judged
+                self.batches = self.best.feed.batches = [move(batch) for batch in self.read]
+                self.round_s = groups * self.step_s
 
     def _seconds(self) -> float:
         """Most seconds for all comparisons together."""
@@ -273,21 +298,30 @@ class _Decisions:
         times = f"it ran at {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
         if ratio.doubtful:
             return None, "off: the machine was too busy to tell."
-        compile_s, saved_s = first_s - later_s, self.step_s * (1 - 1 / ratio.low)
-        again = field == "compile" and self.updates is not None and self.compile_s > 0  # the best run so far is compiled too
-        spared = self.compile_s - compile_s if again else 0.0
-        if ratio.low <= 1 and not (again and self.updates is not None and self.updates * saved_s + spared > 0):
-            return None, f"off: {times}{' here.' if ratio.high < 1 else ', which is not surely faster.'}"
-        if field != "compile" or self.updates is None:
-            return other, f"on: {times}."
-        if again:
-            before, self.compile_s = self.compile_s, compile_s
-            return other, f"on: {times}, and compiling takes {compile_s:.1f} s instead of {before:.1f} s."
-        if (saved := self.updates * saved_s) <= compile_s:
-            return None, f"off: {times}, but compiling takes {compile_s:.1f} s and saves {saved:.1f} s of the run."
-        self.compile_s = compile_s
+        self.offered = first_s - later_s, ratio.value
+        if field == "compile" and self.updates is not None:
+            result = self._paid_back(ratio, times, first_s - later_s)
+        elif ratio.low > 1:
+            result = f"on: {times}."
+        else:
+            result = _not_faster(ratio, times)
+        return other if result.startswith("on") else None, result
+
+    def _paid_back(self, ratio: Interval, times: str, compile_s: float) -> str:
+        """Whether a run that is compiled in ``compile_s`` seconds costs less than the best run so far, compilation included:
+        ``on: ...`` or ``off: ...``, with the reason. ``ratio`` is its speed-up, and ``times`` that in words."""
+        assert self.updates is not None
+        saved_s, before = self.step_s * (1 - 1 / ratio.low), self.compile_s
+        saved = self.updates * saved_s
+        if before > 0:  # the best run so far is compiled too
+            result = "on" if saved + before > compile_s else "off"
+            return f"{result}: {times}, and compiling takes {compile_s:.1f} s instead of {before:.1f} s."
+        if ratio.low <= 1:
+            return _not_faster(ratio, times)
+        if saved <= compile_s:
+            return f"off: {times}, but compiling takes {compile_s:.1f} s and saves {saved:.1f} s of the run."
         after = math.ceil(compile_s / saved_s)
-        return other, f"on: {times}. Compiling takes {compile_s:.1f} s, which {after} of the {self.updates} updates pay back."
+        return f"on: {times}. Compiling takes {compile_s:.1f} s, which {after} of the {self.updates} updates pay back."
 
     def _difference(self, other: ShadowRun, *, exact: bool) -> str | None:
         """Why the losses or gradients of ``other`` do not match those of the best run so far, in a sentence.
@@ -341,7 +375,11 @@ class _Decisions:
         return compare(other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=go_on).ratio
 
 
-def _shapes(batches: Iterable[Batch]) -> set[tuple[torch.Size, ...]]:
+def _not_faster(ratio: Interval, times: str) -> str:
+    return f"off: {times}{' here.' if ratio.high < 1 else ', which is not surely faster.'}"
+
+
+def shapes(batches: Iterable[Batch]) -> set[tuple[torch.Size, ...]]:
     """The shapes of the tensors of each of ``batches``."""
     return {tuple(tensor.shape for tensor in tensors_of(batch)) for batch in batches}
 
