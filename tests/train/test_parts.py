@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from _runs import Drawing, loader, trainer
+from _ranks import on_ranks
+from _runs import Drawing, Line, loader, settings_of, trainer
 from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings
 from trimtab.errors import UsageError
 from trimtab.train import Parts
@@ -51,6 +52,39 @@ def test_a_loop_of_ones_own_equals_the_trainer_and_goes_on(tmp_path: pathlib.Pat
     train(again, loader())
     for name, value in made.model.state_dict().items():
         torch.testing.assert_close(again.model.state_dict()[name], value, rtol=0, atol=0)
+
+
+def parts_on_each_rank(folder: pathlib.Path) -> dict[str, Any]:
+    run, wholes = _line(folder / "own", accumulate=1), list(loader(shuffle=False))
+    train(run, wholes, until=2)
+    again = _line(folder / "own", accumulate=1)
+    assert again.load() == {"note": "so far"}
+    train(again, wholes)
+    return {"weight": again.model.state_dict()["layer.weight"].tolist(), "updates": again.update}
+
+
+def _line(folder: pathlib.Path | None, accumulate: int) -> Parts:
+    torch.manual_seed(0)
+    return Parts(Line(), lambda p: torch.optim.SGD(p, lr=0.1), settings=settings_of(accumulate=accumulate), checkpoint=folder)
+
+
+def test_several_processes_go_through_a_loop_of_ones_own_as_one(tmp_path: pathlib.Path) -> None:
+    alone = _line(None, accumulate=2)
+    train(alone, list(loader(shuffle=False)))
+    for each in on_ranks(parts_on_each_rank, tmp_path):
+        assert each["updates"] == alone.update == 8
+        torch.testing.assert_close(torch.tensor(each["weight"]), alone.model.state_dict()["layer.weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_the_precision_of_a_loop_of_ones_own_is_that_of_the_trainer() -> None:
+    settings = settings_of(autocast="bfloat16", accumulate=2)
+    run = parts(settings=settings)
+    run.model.train()
+    train(run, loader())
+    made = trainer(Drawing, settings=settings, optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+    made.fit(loader(), epochs=2)
+    for name, value in made.model.state_dict().items():
+        torch.testing.assert_close(run.model.state_dict()[name], value, rtol=0, atol=0)
 
 
 def test_what_the_parts_do_not_do_is_said() -> None:

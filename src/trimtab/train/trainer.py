@@ -96,7 +96,7 @@ class Trainer:
         keep_best: how many checkpoints to keep besides, of those with the best validation: by the figure that
             ``early_stopping`` watches, else the loss. Each is written right after its validation.
         callbacks: called as ``callback(trainer, event)`` with each event.
-        hooks: functions that every process calls in each update, by the names in
+        hooks: functions that every process calls as epochs begin and end and in each update, by the names in
             :data:`~trimtab.train.engine.hooks.POINTS`, such as ``{"after_backward": lambda trainer: ...}``.
         metrics: by name. Either ``metric(outputs, targets)`` -> one value per example, shape ``(n,)``, whose mean is reported;
             or an object with ``reset()``, ``update(outputs, targets)`` and ``compute()``, as in torchmetrics. If the model

@@ -150,6 +150,39 @@ def test_accumulated_batches_of_unequal_size_count_by_their_examples() -> None:
     torch.testing.assert_close(model.weight, whole.weight)
 
 
+def test_the_precision_of_a_driving_loss_is_that_of_the_settings() -> None:
+    found: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def regress(run: ManualRun, batch: torch.Tensor) -> None:
+        outputs = run.model(batch)
+        loss = (outputs.float() - batch.sum(1, keepdim=True)).square().mean()
+        found.append((outputs.dtype, (batch @ batch.T).dtype))
+        run.backward(loss)
+        run.step()
+        assert run.model.weight.dtype == torch.float32
+
+    def made() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(2, 1)
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    model, hand = made(), made()
+    Trainer(model, loss=regress, optimizer=sgd, settings=Settings(precision=PrecisionSettings(autocast="bfloat16"))).fit(
+        data(), epochs=2
+    )
+    assert set(found) == {(torch.bfloat16, torch.bfloat16)}
+    optimizer = sgd(hand.parameters())
+    for batch in 2 * data():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (hand(batch).float() - batch.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert torch.equal(model.weight, hand.weight)
+
+
 def test_lbfgs_by_its_closure(tmp_path: pathlib.Path) -> None:
     """Equal to the bit with a loss of outputs and targets, with a driving function, by hand, and resumed."""
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import pathlib
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from _runs import Line, loader, trainer
+from _ranks import on_ranks
+from _runs import Drawing, Line, loader, settings_of, trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import log
 from trimtab.train.telemetry.events import EpochEnded, EpochStarted, Event, Progressed, Validated
@@ -54,6 +56,8 @@ def test_figures_from_anywhere_reach_the_events_and_the_loggers(tmp_path: pathli
 
     def told(made: Any, event: Event) -> None:
         events.append(event)
+        if isinstance(event, EpochStarted):
+            log("started", event.epoch)
         if isinstance(event, EpochEnded):
             log("ended", event.epoch)
 
@@ -82,6 +86,7 @@ def test_figures_from_anywhere_reach_the_events_and_the_loggers(tmp_path: pathli
     assert [event.update for event in windows] == [6, 12, 16]
     assert [event.logged["call"] for event in windows] == pytest.approx([3.5, (7 + 8 + 17 + 18 + 19 + 20) / 6, 22.5])
     assert windows[1].logged["ended"] == 0
+    assert [event.logged.get("started") for event in windows] == [0, 1, None]
     assert windows[0].logged["hooked"] == pytest.approx(windows[0].loss)
     validated = [event for event in events if isinstance(event, Validated)]
     assert [event.logged["call"] for event in validated] == [12.5, 28.5]
@@ -98,6 +103,61 @@ def test_figures_from_anywhere_reach_the_events_and_the_loggers(tmp_path: pathli
     for _ in range(300):
         sums.add("ones", torch.ones((), dtype=torch.bfloat16))  # whose sum ends at 256 in 16 bits
     assert sums.take() == {"ones": (300.0, 300)}
+
+
+def hooked(accumulate: int, folder: pathlib.Path | None = None, epochs: int = 2) -> dict[str, Any]:
+    """A run in which a hook thaws the bias as the second epoch begins."""
+    rank = float(os.environ.get("RANK", 0))
+    called: list[tuple[str, int]] = []
+    logged: list[float] = []
+
+    def began(made: Any) -> None:
+        called.append(("epoch_start", made.position.epoch))
+        torch.rand(())
+        made.model.layer.bias.requires_grad_(made.position.epoch > 0)
+
+    def after(made: Any) -> None:
+        log("rank", rank)
+
+    def told(_: Any, event: Event) -> None:
+        logged.extend([event.logged["rank"]] if isinstance(event, Progressed) else [])
+
+    torch.manual_seed(0)
+    model = Drawing()
+    hooks = {"epoch_start": began, "epoch_end": lambda made: called.append(("epoch_end", made.position.epoch))}
+    run = trainer(
+        model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        hooks={**hooks, "after_backward": after},
+        callbacks=[told],
+        log_every=4,
+        settings=settings_of(accumulate=accumulate),
+        checkpoint=folder,
+    )
+    if folder is not None and any(folder.glob("update-*")):
+        run.resume()
+    run.fit(list(loader(shuffle=False)), epochs=epochs)
+    return {"called": called, "logged": logged, "bias": model.layer.bias.tolist(), "weight": model.layer.weight.tolist()}
+
+
+def hooked_on_each_rank(folder: pathlib.Path) -> dict[str, Any]:
+    return hooked(1)
+
+
+def test_hooks_come_with_each_epoch_and_in_every_process_and_logs_are_averaged_over_them(tmp_path: pathlib.Path) -> None:
+    alone, found = hooked(2), on_ranks(hooked_on_each_rank, tmp_path)
+    assert alone["called"] == [("epoch_start", 0), ("epoch_end", 1), ("epoch_start", 1), ("epoch_end", 2)]
+    assert [each["called"] for each in found] == 2 * [[list(call) for call in alone["called"]]]
+    assert (alone["logged"], found[0]["logged"], found[1]["logged"]) == ([0.0, 0.0], [0.5, 0.5], [])
+    torch.manual_seed(0)
+    frozen = Drawing().layer.bias.tolist()
+    assert hooked(2, epochs=1)["bias"] == frozen != alone["bias"]
+    assert (found[0]["weight"], found[0]["bias"]) == (found[1]["weight"], found[1]["bias"])
+    assert found[0]["bias"] != frozen
+    hooked(2, tmp_path / "one", epochs=1)
+    resumed = hooked(2, tmp_path / "one")
+    assert (resumed["weight"], resumed["bias"]) == (alone["weight"], alone["bias"])
+    assert resumed["called"] == alone["called"][2:]
 
 
 def test_what_cannot_be_logged_or_hooked_is_said() -> None:

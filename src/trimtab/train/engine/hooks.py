@@ -11,6 +11,8 @@ from trimtab._internal.validation import refuses
 from trimtab.errors import UsageError
 
 POINTS = {
+    "epoch_start": "(trainer), before the first update of each epoch",
+    "epoch_end": "(trainer), after the last update of each epoch, before its validation",
     "before_backward": "(trainer, loss), before the backward pass of each micro-batch",
     "after_backward": "(trainer), once per update: gradients are those of the mean over all its batches, before clipping",
     "before_step": "(trainer), before the optimizer's step: gradients are clipped and checked",
@@ -22,7 +24,7 @@ Hook = Callable[..., None]
 
 
 class Hooks:
-    """The hooks of a run. Random numbers that they draw are the run's.
+    """The hooks of a run. Random numbers that they draw within an update are the run's.
 
     Args:
         given: functions by the names in :data:`POINTS`.
@@ -47,6 +49,9 @@ class Hooks:
 
     def __bool__(self) -> bool:
         return bool(self._given)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._given
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call the hook ``name``, if there is one."""

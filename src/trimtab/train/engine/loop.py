@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 
 from trimtab.train.autotune import online_tuning
+from trimtab.train.data.peek import kept_random
 from trimtab.train.distributed import consistency
 from trimtab.train.engine import bounds, checkpoint_policy, duration, epoch, setup, validation, validation_policy
 from trimtab.train.engine.step import Run, Update
@@ -41,7 +42,8 @@ def updates(
             context.modes.begin_epoch()
             epoch.begin(context, ready.feed)
             if not position.batch:
-                consistency.tell(context, EpochStarted(update=position.update, epoch=position.epoch))
+                started = EpochStarted(update=position.update, epoch=position.epoch)
+                _at_epoch(context, "epoch_start", started)
             if not (yield from _epoch(context, ready, meter, steps, held_out)):
                 continue
             position.epoch, position.batch, position.due = position.epoch + 1, 0, True
@@ -97,11 +99,21 @@ def _epoch(
     return whole
 
 
+def _at_epoch(context: RunContext, hook: str, event: EpochStarted | EpochEnded) -> None:
+    """Tell the callbacks of ``event``, and call ``hook``, whose random numbers do not change the run."""
+    context.log.current()
+    consistency.tell(context, event)
+    if hook in context.hooks:
+        with context.world.together(), kept_random():
+            context.hooks.call(hook)
+
+
 def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
     """End an epoch: validate, save a checkpoint. If this fails, a checkpoint keeps the epoch."""
     try:
         with epoch.close(context, ready.feed, draws=held_out is not None and context.validate_every is None):
-            consistency.tell(context, EpochEnded(update=context.position.update, epoch=context.position.epoch - 1))
+            ended = EpochEnded(update=context.position.update, epoch=context.position.epoch - 1)
+            _at_epoch(context, "epoch_end", ended)
             if context.validate_every is None:
                 with meter.paused():
                     _validate(context, held_out, ready)
