@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,3 +231,20 @@ def test_code_for_all_sizes_is_compiled_once() -> None:
         CompilerSettings(options=3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"compiler.mode and compiler.options both say"):
         CompilerSettings(options={"max_autotune": True}, mode="default")
+
+
+def test_options_that_the_compiler_does_not_have_are_named() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"no_such_option": 1}, "Unexpected optimization option no_such_option"),
+        ({"max_autotune": "yes"}, "Unexpected type of attr max_autotune, got str should be bool"),
+    ]
+    for options, why in cases:
+        made = Trainer(
+            nn.Linear(6, 6),
+            loss=nn.MSELoss(),
+            optimizer=torch.optim.SGD,
+            settings=Settings(compile=True, compiler=CompilerSettings(options=options)),
+        )
+        said = re.escape(f"torch.compile does not take Settings compiler.options={options}: {why}.")
+        with pytest.raises(UsageError, match=said):
+            made.fit([(torch.randn(3, 6), torch.randn(3, 6))], epochs=1)

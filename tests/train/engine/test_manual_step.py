@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pathlib
 from typing import Any
 
@@ -307,6 +308,17 @@ def regressed(accumulate: int, loss: Any = regressions, **distributed: Any) -> T
     return made
 
 
+def fitted(accumulate: int) -> dict[str, torch.Tensor]:
+    """LBFGS with an ordinary loss, in float64, in which rounding does not change its line search."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    pairs = [(x.double(), x.double().square().sum(1, keepdim=True)) for x in data(SIZES)]
+    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+    settings = Settings(data=DataSettings(accumulate=accumulate))
+    Trainer(model, loss=nn.MSELoss(), optimizer=lbfgs, settings=settings, progress=False).fit(pairs, epochs=2)
+    return model.state_dict()
+
+
 def on_each_rank(folder: pathlib.Path) -> dict[str, Any]:
     def fails(run: ManualRun, batch: torch.Tensor) -> None:
         regressions(run, batch)
@@ -320,6 +332,7 @@ def on_each_rank(folder: pathlib.Path) -> dict[str, Any]:
     made = regressed(1)
     return {
         "parameters": {name: value.tolist() for name, value in made.model.state_dict().items()},
+        "fitted": {name: value.tolist() for name, value in fitted(1).items()},
         "updates": made.position.update,
         "failed": failure(lambda: regressed(1, fails)),
         "differed": failure(lambda: regressed(1, differs)),
@@ -334,6 +347,8 @@ def test_several_processes_make_the_steps_of_one(tmp_path: pathlib.Path) -> None
         assert each["updates"] == wanted.position.update == 6
         for name, value in wanted.model.state_dict().items():
             torch.testing.assert_close(torch.tensor(each["parameters"][name]), value, rtol=1e-5, atol=1e-6)
+        for name, value in fitted(2).items():
+            torch.testing.assert_close(torch.tensor(each["fitted"][name], dtype=torch.float64), value, rtol=1e-6, atol=1e-8)
         assert "run.step was called for one optimizer in one process, and for another" in each["differed"][1]
         assert "Settings have distributed.communication='bfloat16'" in each["refused"][1]
     assert found[0]["failed"] == ["PeerError", "The process of rank 1 failed; its own message says why."]

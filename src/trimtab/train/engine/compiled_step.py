@@ -12,6 +12,7 @@ from torch import nn
 
 from trimtab.core.settings import Settings
 from trimtab.core.technique import require
+from trimtab.errors import UsageError
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.engine.step import ForwardState, MicroBatchLosses, Step
 from trimtab.train.loss.adapter import Batch, LossAdapter
@@ -54,7 +55,13 @@ class CompiledStep(Step):
         self._called = False
         asked = settings.compiler
         options: Any = None if asked.options is None else dict(asked.options)
-        compiled: Any = torch.compile(model, mode=asked.mode, dynamic=asked.dynamic, options=options)
+        try:
+            compiled: Any = torch.compile(model, mode=asked.mode, dynamic=asked.dynamic, options=options)
+        except RuntimeError as error:  # torch looks at the options now, and compiles later
+            if options is None:
+                raise
+            why = first_line(error).partition(", known options are")[0]
+            raise UsageError(f"torch.compile does not take Settings compiler.options={options}: {why}.") from error
         compiled.register_forward_pre_hook(self._hear)
         self.model = compiled
 
