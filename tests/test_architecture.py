@@ -195,7 +195,8 @@ def state():
         "threads": [str(threading.active_count()), str(torch.get_num_threads())],
         "torch": [str(torch.get_default_dtype()), str(torch.is_grad_enabled()), str(torch.backends.mkldnn.enabled),
                   torch.get_float32_matmul_precision(), str(torch.are_deterministic_algorithms_enabled())],
-        "random": [str(hash(random.getstate())), str(torch.initial_seed()), str(numpy.random.get_state()[1][:4])],
+        "random": [str(hash(random.getstate())), str(hash(torch.get_rng_state().numpy().tobytes())),
+                   str(hash(numpy.random.get_state()[1].tobytes())), str(numpy.random.get_state()[2])],
         "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],
         "folder": [os.getcwd(), *os.listdir()],
     }
