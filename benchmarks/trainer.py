@@ -10,7 +10,7 @@ ms for its convolutions, which says nothing about loops.
 ``nonfinite="ignore"``. ``guarded`` also looks at the norm of the gradient and refuses to go on from a loss that is no number,
 as the Trainer does by default, and against the others too. Targets: 1/1.03 of either loop at least, where an update takes 5 ms
 or more, and 0.95 from 1 ms on; at least as fast as Accelerate and Lightning everywhere, and 1.4 times Lightning on the tiny
-model.
+model. ``epochs`` is the Trainer itself in epochs of one batch, for what an epoch costs beside its updates.
 
 ``--examples`` measures the scripts of ``examples/trainer/`` in place of these models, each against its own loop by hand: the
 mean update, with what epochs cost beside their updates. It ends with 1 if a target is surely missed. All twelve take 8 minutes.
@@ -64,6 +64,9 @@ SCRIPT = "hand"
 TARGETS = {"bare": 1 / 1.03, "guarded": 1 / 1.03, SCRIPT: 1.0, "accelerate": 1.0, "lightning": 1.0}
 TINY_LIGHTNING = 1.4
 BY_HAND = ("bare", "guarded")
+SHORT_EPOCH, EPOCHS, EPOCH_US = 8, "epochs", 200
+"""Updates of an epoch of the model ``short``; the rival of the tiny model that shows what an epoch costs beside its updates;
+how many microseconds that may be."""
 LONG_MS, BRIEF_MS, BRIEF = 5.0, 1.0, 0.95
 """The targets against the loops by hand are for updates of at least 5 ms; from 1 ms on it is 0.95. A script passes unless its
 interval is wholly below."""
@@ -100,7 +103,7 @@ def medium() -> tuple[nn.Module, Data]:
 
 def short() -> tuple[nn.Module, Data]:
     """The updates of some 3 ms in epochs of eight: what an epoch costs beside its updates is an eighth of that in each."""
-    return layers(512, 256), batches(64, 256)[:8]
+    return layers(512, 256), batches(64, 256)[:SHORT_EPOCH]
 
 
 def mlp() -> tuple[nn.Module, Data]:
@@ -214,6 +217,12 @@ def accelerate(build: Build) -> Runner:
     return LocalRunner(lambda: next(run))
 
 
+def one_batch(build: Build) -> Runner:
+    """Ours in epochs of one batch: what it takes longer than in long ones is what an epoch costs beside its updates."""
+    model, data = build()
+    return trainer(lambda: (model, data[:1]), Settings())
+
+
 class Again:
     """Batches as a loader: Lightning takes a list for as many loaders."""
 
@@ -283,6 +292,23 @@ class Lightning:
         return Module()
 
 
+class WholeEpochs:
+    """A runner whose times are means over whole epochs: a median of updates would not see what an epoch costs beside them."""
+
+    def __init__(self, runner: Runner, updates: int) -> None:
+        self.pid = os.getpid()
+        self._runner, self._updates = runner, updates
+
+    def block(self, calls: int) -> list[int]:
+        """The mean update in nanoseconds, ``calls`` times."""
+        made = -(-calls // self._updates) * self._updates
+        return [sum(self._runner.block(made)) // made] * calls
+
+    def pace(self) -> int:
+        """How fast the core is now."""
+        return pace()
+
+
 class Script:
     """A script of ``examples/trainer/``, with the Trainer or by hand: each block is a run of its own, timed by its steps."""
 
@@ -328,11 +354,14 @@ RIVALS: dict[str, Callable[[Build], Runner]] = {
     "guarded": guarded,
     "accelerate": accelerate,
     "lightning": Lightning,
+    EPOCHS: one_batch,
 }
 
 
 def target(model: str, rival: str, update_ms: float) -> float | None:
     """What the ratio must be at least; ``None`` where nothing is promised."""
+    if rival == EPOCHS:
+        return None
     if rival == "lightning" and model == "tiny":
         return TINY_LIGHTNING
     if rival in (*BY_HAND, SCRIPT) and update_ms < LONG_MS:
@@ -350,6 +379,10 @@ def verdict(wanted: float | None, found: Comparison) -> str:
 def line(model: str, rival: str, found: Comparison) -> str:
     """One comparison for a person."""
     ours, theirs = found.candidate.median, found.rival.median
+    if rival == EPOCHS:
+        low, middle, high = (1e3 * ours * (ratio - 1) for ratio in (found.ratio.low, found.ratio.value, found.ratio.high))
+        cost = f"{middle:.0f} us ({low:.0f} to {high:.0f})"
+        return f"{model:15} an epoch costs {cost} beside its updates, target {EPOCH_US} at most"
     wanted = target(model, rival, theirs)
     judged = "" if wanted is None else f", target {wanted:.2f}: {verdict(wanted, found)}"
     noise = f"; others had {found.foreign + found.stolen:.0%} of the CPU" if found.foreign + found.stolen > 0.1 else ""
@@ -374,6 +407,8 @@ def once(model: str, rival: str, threads: int, seconds: float, quads: int) -> Co
             return f"left out: {error}. The first lines of this file say how to install it."
         settings = Settings(optimizer=OptimizerSettings(nonfinite="ignore")) if rival == "bare" else Settings()
         ours = trainer(MODELS[model], settings)
+        if model == "short":
+            ours, other = (WholeEpochs(side, SHORT_EPOCH) for side in (ours, other))
     return compare(ours, other, seconds=seconds, width=0.01, min_quads=quads, process_noise=0.0)
 
 
@@ -415,6 +450,8 @@ def main() -> int:
     rows, missed = [], []
     for model in asked.models:
         for rival in asked.rivals:
+            if rival == EPOCHS and model != "tiny":
+                continue
             found = in_processes(asked.starts, model, rival, asked.threads, seconds, quads)
             if isinstance(found, str):
                 print(f"{model:15} against {rival:10} {found}")
