@@ -17,6 +17,7 @@ from _ranks import failure, on_ranks
 from trimtab import DataSettings, DistributedSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.train.loss.manual_run import ManualRun
+from trimtab.train.telemetry.events import figures_of
 
 
 class Gan(nn.Module):
@@ -111,7 +112,8 @@ def by_hand(epochs: int) -> tuple[Gan, dict[str, torch.Tensor]]:
 
 def test_a_gan_equals_the_loop_by_hand_and_resumes(tmp_path: pathlib.Path) -> None:
     model, average = by_hand(3)
-    run = trainer()
+    told: list[dict[str, float]] = []
+    run = trainer(callbacks=[lambda _, event: told.append(figures_of(event))])
     summary = run.fit(data(), epochs=3)
     assert summary.updates == 18
     assert summary.loss is not None
@@ -129,6 +131,8 @@ def test_a_gan_equals_the_loop_by_hand_and_resumes(tmp_path: pathlib.Path) -> No
     assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in trained.items())
     rates = [group["lr"] for group in again.optimizer.param_groups]
     assert rates == [pytest.approx(0.0), pytest.approx(1e-2 * 0.1**9)]
+    last = next(figures for figures in reversed(told) if figures)
+    assert [last[f"train/rate/{name}"] for name in ("critic", "generator")] == rates
 
     with pytest.raises(UsageError, match=r"made with OptimizerDict\(critic=Adam, generator=SGD\), not Adam"):
         Trainer(Gan(), loss=step, optimizer=torch.optim.Adam, checkpoint=tmp_path).resume()

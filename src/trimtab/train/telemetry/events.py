@@ -65,6 +65,8 @@ class Progressed(Event):
     """Memory of the GPU that torch's allocator holds now."""
     logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Means of what :func:`trimtab.train.log` was given since the last event of this kind, by name."""
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Of several optimizers: the learning rate of the first parameter group of each, by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,7 @@ def figures_of(event: Event) -> dict[str, float]:
     """The figures of ``event`` by name, such as ``train/loss``, for tools that draw curves; empty if it has none."""
     if isinstance(event, Progressed):
         figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
+        figures |= {f"train/rate/{name}": value for name, value in event.rates.items()}
         figures |= {f"train/{name}": value for name, value in event.logged.items()}
         figures |= {"speed/examples_per_s": event.examples_per_s}
         figures |= {f"speed/{name}": value for name in _TIMES if (value := getattr(event, name)) is not None}

@@ -12,6 +12,7 @@ import torch
 from trimtab.train.distributed.consistency import tell
 from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, examples
+from trimtab.train.optim.optimizer_dict import OptimizerDict
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES, Clock
 from trimtab.train.telemetry.distribution import memory, of_updates
@@ -93,6 +94,7 @@ class Meter:
             loss=self._loss,
             norm=self._norm,
             rate=_rate(self.context.optimizer),
+            rates=_rates(self.context.optimizer),
             examples_per_s=made / max(now - self._since, 1e-9),
             step_ms=1e3 * total / len(self._unread),
             skipped=skipped,
@@ -180,6 +182,12 @@ def _rate(optimizer: torch.optim.Optimizer) -> float:
     """The learning rate of the first parameter group; NaN if it has none."""
     rate = optimizer.param_groups[0].get("lr")
     return float("nan") if rate is None else float(rate)
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The learning rate of each of several optimizers, by name."""
+    several = optimizer.optimizers if isinstance(optimizer, OptimizerDict) else {}
+    return {name: _rate(each) for name, each in several.items()}
 
 
 def _shares(spent: Mapping[str, float], total: float) -> dict[str, float]:
