@@ -164,7 +164,7 @@ def test_what_cannot_be_logged_or_hooked_is_said() -> None:
     for value, said in ((torch.zeros(2), r"a tensor of shape \(2,\)"), ("high", "got a str")):
         with pytest.raises((UsageError, WorkloadError), match=rf"log\('x', ...\) {'got ' if 'tensor' in said else ''}{said}"):
             trainer(callbacks=[lambda _, event, value=value: log("x", value)]).fit(loader(), epochs=1)
-    with pytest.raises(UsageError, match="hooks has 'on_step', which there is none of. before_backward"):
+    with pytest.raises(UsageError, match="hooks has 'on_step', which there is none of. epoch_start"):
         trainer(hooks={"on_step": print})
     with pytest.raises(UsageError, match=r"The hook after_step cannot be called with \(trainer\): "):
         trainer(hooks={"after_step": lambda: None})
