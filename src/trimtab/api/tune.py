@@ -160,12 +160,12 @@ def tune(
             )
         study.record().write(study.folder)
         study.search(deadline=deadline, reserve=lambda: confirm_s(study, limit_s or 0.0), most=study.besides_baseline(most))
-        return _answer(study, began)
+        return _answer(study, began, deadline)
 
 
-def _answer(study: Study, began: float) -> Tuned:
+def _answer(study: Study, began: float, deadline: float | None) -> Tuned:
     """Confirm and report the result of the search."""
-    status, sentence, best = finish(study)
+    status, sentence, best = finish(study, end=deadline)
     settings = settings_of(study, study.baseline if best is None else best.trial.recipe)
     write_json(study.folder / SETTINGS_FILE, settings)
     took = time.monotonic() - began

@@ -352,8 +352,11 @@ class Study:
         return self.task.lost(self._trials, self.to_beat)
 
     def _found_something(self) -> bool:
-        """Whether a trial other than the original may be confirmed."""
-        return self.leader is not None and self.leader is not self.to_beat
+        """Whether a trial other than the original may be confirmed: of a training also one whose gain is not sure."""
+        limits, objective, original = self.options.limits, self.options.objective, self.to_beat
+        if self.task.mode == "train":
+            return original is not None and bool(ranking.ahead(self._trials, limits, objective, original, tuned=False))
+        return self.leader is not None and self.leader is not original
 
     def _sweep(self) -> None:
         """Delete the built files of trials that can no longer become the artifact."""

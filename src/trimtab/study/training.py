@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from trimtab._internal.serialization import from_json
 from trimtab._internal.text import counted
 from trimtab.core.recipe import Recipe
@@ -37,8 +39,13 @@ def settings_of(study: Study, recipe: Recipe) -> Settings:
     return from_json(Settings, known)
 
 
-def finish(study: Study) -> tuple[ranking.Status, str, Best | None]:
-    """Confirm the winner or the next best; else keep the settings as written."""
+def finish(study: Study, *, end: float | None = None) -> tuple[ranking.Status, str, Best | None]:
+    """Confirm the winner or the next best; else keep the settings as written.
+
+    Args:
+        study: whose search has ended.
+        end: when the budget is over, of ``time.monotonic``: from then on nothing is measured twice.
+    """
     limits, original = study.options.limits, study.to_beat
     if original is None and study.interrupted():
         raise KeyboardInterrupt
@@ -50,15 +57,17 @@ def finish(study: Study) -> tuple[ranking.Status, str, Best | None]:
     if ahead:
         study.progress.stage("confirming the winner in fresh processes, from other parameters")
     lost: list[str] = []
+    must_win = ranking.feasible(original, limits)
     with study.runner.servers(RIVALS) as rivals:
         for trial in [*ahead[:KEEP], *[t for t in ahead[KEEP:] if t.recipe.exact][:1]]:
-            found = confirm(study, trial, original, rivals, must_win=ranking.feasible(original, limits))
+            more = end is None or time.monotonic() < end
+            found = confirm(study, trial, original, rivals, must_win=must_win, once_more=more)
             if found.confirmation.ok:
                 return "improved", _improved(found, lost), found
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
             study.refused.append(found.confirmation)
     study.notes += [f"It won the search but was not confirmed: {line}" for line in lost]
-    if not ranking.feasible(original, limits):
+    if not must_win:
         return "limits_not_met", ranking.unmet(study.trials, limits), None
     measured = sum(trial.state is State.COMPLETE and trial.recipe != original.recipe for trial in study.trials)
     # the figures of the search stand: the baseline was not selected

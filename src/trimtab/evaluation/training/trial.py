@@ -72,12 +72,13 @@ def _pipeline(
 def settled(runner: Runner, baseline: Runner, plan: Plan) -> tuple[Comparison, str | None]:
     """The timing of a trial, and a sentence if it is the second one.
 
-    A timing that leaves an apparent gain of :data:`WORTH` over ``plan.over`` open is made again, for ``plan.again_s``. Only the
-    second counts, so that the luck of the first is not in its figures.
+    A timing that leaves an apparent gain of :data:`WORTH` over ``plan.over`` open is made again, for ``plan.again_s``, if an
+    interval half as wide would show it. Only the second counts, so that the luck of the first is not in its figures.
     """
     found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
-    before = found.ratio
-    if plan.again_s <= plan.seconds or not before.low <= plan.over < before.value / WORTH:
+    before, over = found.ratio, plan.over
+    open_yet = before.low <= over < before.value / WORTH and before.low * before.value > over * over
+    if plan.again_s <= plan.seconds or not open_yet:
         return found, None
     found = compare(runner, baseline, width=plan.width, seconds=plan.again_s, pids=ours(baseline))
     return found, f"It was timed again for longer, because a first timing left open whether it gains: {before.multiple()}."
