@@ -378,6 +378,25 @@ def test_an_exception_of_the_training_fails_its_trial_only() -> None:
     assert "no kernel for this" in found.reason
 
 
+def test_an_update_of_one_thread_is_timed_while_its_thread_runs() -> None:
+    """What neighbours take of the CPUs does not count then. Updates of several sizes are not alike: blocks are timed."""
+    subject = prepared(workload(), 8)
+    runner = Updates(subject, subject.settings, seed=0)
+    assert [each.ns > 0 for each in runner.samples(3, 2)] == [True] * 3
+    if runner.threads is None:
+        pytest.skip("this system does not count how long threads wait for a core")
+    assert runner.threads == 1
+    trial = tried(subject, PASSES["optimizer"](kernels="foreach"))
+    assert trial.comparison is not None
+    assert trial.comparison.conditions.startswith("one thread each")
+
+    def uneven() -> list[Any]:
+        return [(torch.randn(n, 8), torch.randint(3, (n,))) for n in (16, 12)]
+
+    mixed = prepared(workload(data=uneven), 8)
+    assert Updates(mixed, mixed.settings, seed=0).threads is None
+
+
 def test_code_for_all_sizes_is_tried_where_sizes_differ() -> None:
     def uneven() -> list[Any]:
         return [(torch.randn(n, 8), torch.randint(3, (n,))) for n in (16, 12)]
@@ -443,7 +462,12 @@ def test_the_climb_tries_everything_alone_then_adds_up_what_pays() -> None:
         done.append(Trial(recipe=ask.recipe, state=State.COMPLETE, stage=ask.stage))
     assert done[0].recipe == trained_as_written()
     assert len({trial.recipe.hash for trial in done}) == len(done)
-    assert {trial.recipe.passes for trial in done} >= {(step,) for step in search_space.training() if step.exact}
+    exact = [step for step in search_space.training() if step.exact]
+    compiled = [step for step in exact if step.name == "compile"]
+    tried = [trial.recipe.passes for trial in done]
+    assert {(step,) for step in exact if step not in compiled} <= set(tried)
+    added_up = tried.index((PASSES["joined"](), PASSES["threads"]()))
+    assert [tried.index((*tried[added_up], step)) > added_up for step in compiled] == [True] * len(compiled)
     best = max(done, key=value).recipe
     assert [step.name for step in best.passes] == ["joined", "threads", "autocast"]
     assert not any("infer" not in step.modes for step in search_space.passes(exact=True))

@@ -106,7 +106,8 @@ class Study:
         """Number of threads with which everything is computed and timed, because other processes use the machine."""
         self.runner.limit_threads(self.thread_limit)
         if busy:
-            how = "figures will be wide" if self.thread_limit is None else "everything is timed with one thread"
+            wide = "figures will be wide" + (" unless OMP_NUM_THREADS=1" if self.task.mode == "train" else "")
+            how = wide if self.thread_limit is None else "everything is timed with one thread"
             self.progress.remark(f"Busy machine: {self.others}, so {how}.")
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
@@ -344,7 +345,8 @@ class Study:
         """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""
         if deadline is None or not self._found_something() or self._why_not(ask.recipe):
             return True
-        likely = ranking.likely_s(ask.recipe.backend, self._trials, self.baseline, self.runner.startup_s)
+        alike = [trial for trial in self._trials if _compiles(trial.recipe) == _compiles(ask.recipe)]
+        likely = ranking.likely_s(ask.recipe.backend, alike, self.baseline, self.runner.startup_s)
         return time.monotonic() + likely + self.trainings.likely_s(ask.recipe) <= deadline
 
     @property
@@ -388,3 +390,8 @@ class Study:
             "limits": to_json(self.options.limits),  # they decided early stops
             **self.task.identity(),
         }
+
+
+def _compiles(recipe: Recipe) -> bool:
+    """Whether a training is compiled, which takes several times as long as the other trials of a study."""
+    return any("compile" in step.sets for step in recipe.passes)

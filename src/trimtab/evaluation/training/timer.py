@@ -11,7 +11,9 @@ import torch
 from trimtab.core.settings import Settings
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.training.workload import TrainingSubject, loader, refuse_parts, seeded
-from trimtab.measure.timer import BLOCK_S, pace, synchronizer, uncollected
+from trimtab.measure.host import waits
+from trimtab.measure.timer import BLOCK_S, LocalRunner, Sample, pace, synchronizer, uncollected
+from trimtab.train.autotune.auto_settings import shapes
 from trimtab.train.autotune.online_tuning import workers_of
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.optim.schedules import ENDLESS
@@ -68,6 +70,10 @@ class Updates:
         """What the first update took, with everything that had to be set up or compiled for it."""
         self.notes = tuple(trainer.notes)
         refuse_parts(trainer)
+        alone = not (self._on_gpu or self._workers) and len(shapes(subject.batches)) == 1
+        self.threads = torch.get_num_threads() if alone and waits(self.pid) else None
+        """Threads that compute an update. ``None`` if single updates are not alike or not computed by this process alone, or if
+        the system does not count how long threads wait for a core."""
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds per update, over ``calls`` updates."""
@@ -87,6 +93,12 @@ class Updates:
         if self._on_gpu:
             torch.cuda.empty_cache()
         return [taken // made] * calls
+
+    def samples(self, count: int, calls: int) -> list[Sample]:
+        """``count`` samples of ``calls`` updates each, with the share of time in which threads waited for a core."""
+        found = LocalRunner(self._update).samples(count, calls)
+        refuse_parts(self._trainer)
+        return found
 
     def _update(self) -> None:
         """Make the next update.

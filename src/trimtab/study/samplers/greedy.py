@@ -19,7 +19,7 @@ def trained_as_written() -> Recipe:
 
 
 class GreedySampler(Sampler):
-    """Try techniques one at a time, then combine those that gain: exact ones first, then lossy ones.
+    """Try techniques one at a time, then combine those that gain: exact ones first, then compilation on top, then lossy ones.
 
     Training techniques seldom hinder each other, so that greedy addition, best first, comes close to the best combination with
     few trials. Each step depends only on finished trials, so that a killed study resumes where it stopped.
@@ -34,9 +34,12 @@ class GreedySampler(Sampler):
 
     def _walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         yield Ask("as_written", trained_as_written())
-        steps = sorted(search_space.training(), key=lambda step: "compile" in step.sets)  # compilation takes longest
-        best = yield from _added("lossless", [step for step in steps if step.exact], trained_as_written(), done, facts)
-        yield from _added("precision", [step for step in steps if not step.exact], best, done, facts)
+        steps = search_space.training()
+        exact, lossy = ([step for step in steps if step.exact == kind] for kind in (True, False))
+        cheap, compiled = ([step for step in exact if ("compile" in step.sets) == kind] for kind in (False, True))
+        best = yield from _added("lossless", cheap, trained_as_written(), done, facts)
+        best = yield from _added("lossless", compiled, best, done, facts)  # takes longest, so that all else is added up before
+        yield from _added("precision", lossy, best, done, facts)
 
 
 def _added(
