@@ -509,18 +509,18 @@ def test_an_encoder_that_drops_padding_is_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_transposed_convolution_in_groups_becomes_int8_with_one_scale(groups: int) -> None:
-    """Its output channels lie in two axes of the weight; ONNX Runtime's quantizer fails on them per channel."""
+def test_a_transposed_convolution_in_groups_keeps_channels_of_every_size_in_int8(groups: int) -> None:
+    """It is computed in float. With one scale for its weight, the channels that a batch norm makes small would be lost."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 12, 3, stride=2, groups=groups), nn.ReLU(), nn.Conv2d(12, 4, 1)
-    ).eval()
-    images = torch.randn(16, 1, 3, 12, 12)
-    candidate = Candidate.of(model, (images[0],), calibration=[((each,), {}) for each in images])
+    up, norm = nn.ConvTranspose2d(8, 12, 3, stride=2, groups=groups), nn.BatchNorm2d(12)
+    norm.weight.data = torch.logspace(-3, 0, 12)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), up, norm).eval()
+    images = torch.randn(24, 1, 3, 12, 12)
+    candidate = Candidate.of(model, (images[0],), calibration=[((each,), {}) for each in images[:16]])
     executable = OnnxRuntime(precision="int8_static").compile(candidate)
-    assert "int8: 2 Conv, 1 ConvTranspose; float: none." in executable.notes
-    named = "1 ConvTranspose in groups: one scale for the weight and not one per channel."
-    assert (named in executable.notes) is (groups == 2)
-    with torch.no_grad():
-        wanted = model(images[0])
-    assert (executable(images[0]) - wanted).abs().max() < 0.1 * wanted.abs().max()
+    assert "int8: 1 Conv; float: 1 ConvTranspose." in executable.notes
+    if groups > 1:
+        with torch.no_grad():
+            wanted = torch.cat([model(each) for each in images[16:]])
+        errors = torch.cat([executable(each) for each in images[16:]]) - wanted
+        assert (errors.std((0, 2, 3)) / wanted.std((0, 2, 3))).max() < 0.05

@@ -18,6 +18,7 @@ from trimtab.core.technique import PASSES
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.environment import Environment
+from trimtab.measure.parity import compare_outputs
 from trimtab.passes.common.quantized import Quantized, float_twin
 from trimtab.passes.common.sensitivity import FOLDER, most_sensitive, sensitivities
 from trimtab.passes.fake_quant import FakeQuant
@@ -140,6 +141,29 @@ def test_the_most_sensitive_layers_stay_float_in_every_runtime(given, tmp_path) 
         assert off[1] < 0.5 * off[0], (name, precision, off)
     with pytest.raises(CompileError, match="No layer is left to quantize: float_layers is 5, and the model has 5"):
         BACKENDS["openvino"](precision="int8_static", float_layers=5).compile(given)
+
+
+def test_layers_are_ranked_by_what_outputs_vary_by_over_the_examples() -> None:
+    """Both layers round alike. The outputs of one stay near large constants, which are not what the judge relates errors to."""
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steady, self.varying = nn.Linear(16, 8), nn.Linear(16, 8)
+            self.steady.bias.data = torch.linspace(-50, 50, 8)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.steady(x), self.varying(y)
+
+    torch.manual_seed(0)
+    model, inputs = Apart().eval(), (torch.randn(64, 16), torch.randn(64, 16))
+    given = Candidate.of(model, inputs, calibration=[(inputs, {})])
+    table, quantized = sensitivities(given), FakeQuant().apply(given).model
+    assert list(table) == ["steady", "varying"]
+    with torch.no_grad():
+        for wanted, found, change in zip(model(*inputs), quantized(*inputs), table.values(), strict=True):
+            error = compare_outputs([wanted], [found], exact=False).centred_error
+            assert change == pytest.approx(error**2, rel=0.01)
 
 
 def test_embeddings_are_measured_too_and_go_back_where_a_runtime_quantizes_them(tmp_path) -> None:

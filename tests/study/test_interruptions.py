@@ -16,11 +16,15 @@ import pytest
 import trimtab
 from _faulty import run, write
 from _workers import that_stay, workers, workers_that_stay
+from trimtab.core import search_space
 from trimtab.core.trial import State, Trial
 from trimtab.errors import ArtifactError, StorageError, TrimtabError, UsageError, WorkloadError
 from trimtab.study.options import Options
 from trimtab.study.samplers.ladder import as_written
 from trimtab.study.study import Study
+
+LOSSLESS = {each.name: State.COMPLETE for each in search_space.backends() if each.cost == "seconds" and each.name != "eager"}
+"""States of the first forms of the runtimes that compile in seconds."""
 
 
 def test_a_second_run_repeats_nothing_and_another_study_is_refused(tmp_path) -> None:
@@ -189,3 +193,28 @@ def test_an_artifact_that_cannot_be_written_is_not_held_against_the_winner(tmp_p
     """
     with pytest.raises(StorageError, match="artifact exists and is no artifact"):
         run(tmp_path, body)
+
+
+def test_a_conversion_that_takes_long_leaves_the_other_runtimes_their_time(tmp_path) -> None:
+    """Its trial ends before the budget does, and the same command tries it again."""
+    hung = tmp_path / "hung"
+    hung.touch()
+    body = f"""
+    def forward(self, x):
+        while torch.onnx.is_in_onnx_export() and os.path.exists({str(hung)!r}):
+            time.sleep(0.1)
+        return self.layer(x)
+    Model.forward = forward
+    def made(): return workload()
+    """
+    options = {"budget": "1m", "trials": len(LOSSLESS) + 1}
+    first = {trial.recipe.backend.name: trial for trial in run(tmp_path, body, **options).trials if trial.stage == "lossless"}
+    assert {name: trial.state for name, trial in first.items()} == LOSSLESS | {"onnxruntime": State.STOPPED}
+    stopped = first["onnxruntime"]
+    assert stopped.ended_by == "time"
+    assert str(stopped.reason).startswith("Rule 'share': it still ran after ")
+    hung.unlink()
+    again = run(tmp_path, body, **options | {"trials": 1}).trials
+    assert again[-1].recipe == stopped.recipe
+    assert again[-1].state is State.COMPLETE
+    assert len(again) == len(LOSSLESS) + 2, "its last trial counts"

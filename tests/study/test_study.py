@@ -133,8 +133,10 @@ def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
     assert trials[0].recipe == as_written()
     stages = list(dict.fromkeys(trial.stage for trial in trials))
     assert stages == ["as_written", "tuned", "lossless", "precision", "knobs"]
-    first = next(t.recipe.backend.name for t in trials if t.stage == "precision")
-    assert first == "openvino", "the most promising backend is tried with less precision first"
+    begins = next(n for n, trial in enumerate(trials) if trial.stage == "precision")
+    quick = {backend.name for backend in search_space.backends() if backend.cost == "seconds"}
+    assert {trial.recipe.backend.name for trial in trials[:begins]} == quick, "each once, before any is timed at length"
+    assert trials[begins].recipe.backend.name == "openvino", "the most promising backend is tried with less precision first"
     assert {t.recipe.backend.name for t in trials if t.stage == "lossless"} == set(BACKENDS) - {"eager"}
     precise = {t.recipe.backend.name for t in trials if t.stage == "precision"}
     assert "openvino" in precise
@@ -450,6 +452,21 @@ def test_of_a_recipe_that_was_tried_again_the_last_trial_counts(tmp_path) -> Non
 def test_a_trial_that_a_limit_ended_is_tried_again_with_a_higher_one(ended_by: Any, limit: float | None, *, more: bool) -> None:
     trial = Trial(recipe=EAGER, state=State.FAILED, ended_by=ended_by, limit=limit)
     assert ranking.has_more(trial, seconds=60.0, memory_mb=1000.0) is more
+
+
+@pytest.mark.parametrize(("left", "needed", "most"), [(40.0, [8.0, 6.0], 26.0), (18.0, [8.0, 7.0], 6.0), (30.0, [], 30.0)])
+def test_a_first_form_takes_what_others_do_not_need_and_at_least_an_equal_share(
+    left: float, needed: list[float], most: float
+) -> None:
+    assert ranking.share_s(left, needed) == most
+
+
+def test_a_trial_that_time_ended_tells_how_long_its_own_runtime_takes_and_nothing_of_others() -> None:
+    slow, other = BACKENDS["onnxruntime"](), BACKENDS["openvino"]()
+    cut = Trial(recipe=Recipe(backend=slow), state=State.STOPPED, seconds=20.0, ended_by="time", limit=20.0)
+    assert ranking.likely_s(slow, [cut], as_written(), 2.0) > cut.seconds
+    assert ranking.likely_s(other, [cut], as_written(), 2.0) == ranking.likely_s(other, [], as_written(), 2.0)
+    assert ranking.has_more(cut, seconds=600.0, memory_mb=1000.0), "the same command tries it again"
 
 
 def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sampler(tmp_path) -> None:

@@ -110,16 +110,17 @@ class TrialRunner:
         folder: pathlib.Path,
         *,
         deadline: float | None = None,
+        limit_s: float | None = None,
         final: bool = False,
         warm: bool = True,
     ) -> Outcome:
-        """Run a job in a worker; returns how the worker ended.
+        """Run a job in a worker, for at most ``limit_s`` seconds and the study's limit; returns how the worker ended.
 
         The first Ctrl-C, which asks for a clean end, does not cut off a ``final`` job. Without ``warm`` the worker has none of
         the workload's imports.
         """
         with self.worker(job, folder, warm=warm) as worker:
-            return self.wait_for(worker, deadline=deadline, final=final)
+            return self.wait_for(worker, deadline=deadline, limit_s=limit_s, final=final)
 
     @contextlib.contextmanager
     def worker(self, job: Mapping[str, Any], folder: pathlib.Path, *, warm: bool = True) -> Iterator[WorkerProcess]:
@@ -131,10 +132,12 @@ class TrialRunner:
         finally:
             worker.kill()
 
-    def wait_for(self, worker: WorkerProcess, *, deadline: float | None = None, final: bool = False) -> Outcome:
+    def wait_for(
+        self, worker: WorkerProcess, *, deadline: float | None = None, limit_s: float | None = None, final: bool = False
+    ) -> Outcome:
         """Wait for the end of a worker, as in :meth:`run_job`."""
         return worker.wait(
-            seconds=self.trial_s,
+            seconds=self.trial_s if limit_s is None else min(self.trial_s, limit_s),
             memory_mb=self.memory_mb,
             interrupted=lambda: not final and self.over(deadline),
         )
@@ -181,9 +184,17 @@ class TrialRunner:
         )
 
     def trial(
-        self, recipe: Recipe, plan: Plan, servers: BaselineServers, deadline: float | None, *, again: bool = False
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        servers: BaselineServers,
+        deadline: float | None,
+        *,
+        limit_s: float | None = None,
+        again: bool = False,
     ) -> Trial | None:
-        """Evaluate ``recipe`` in a worker beside the baseline's server; ``None`` if the study had to end.
+        """Evaluate ``recipe`` in a worker beside the baseline's server, for at most ``limit_s`` seconds and the study's limit;
+        ``None`` if the study had to end.
 
         Raises:
             MeasurementError: the baseline cannot be served.
@@ -207,13 +218,14 @@ class TrialRunner:
             "plan": to_json(plan),
             "address": servers.addresses["as_written"],
         }
-        outcome = self.run_job(job, folder, deadline=deadline)
+        outcome = self.run_job(job, folder, deadline=deadline, limit_s=limit_s)
         if outcome.cut_off:
             return None
         if recipe == self.baseline and outcome.error == WorkloadError.__name__:
             raise WorkloadError(str(outcome.reason))
         if not servers.alive("as_written") and not again:
-            return self.trial(recipe, plan, servers, deadline, again=True)  # the baseline's server died, not this recipe
+            # the baseline's server died, not this recipe
+            return self.trial(recipe, plan, servers, deadline, limit_s=limit_s, again=True)
         found = self._ended(recipe, outcome, folder, servers)
         log = str((folder / LOG).relative_to(self.folder))
         return None if found is None else dataclasses.replace(found, log=log, seconds=outcome.seconds)

@@ -46,8 +46,7 @@ class Figures:
 
 def figures_of(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> Figures:
     """The figures of one output, in two passes over its batches, so that only one batch is held in double precision."""
-    spread, relative_to, size, peak = scale_of(reference)
-    scale = {"examples": spread, "output": spread, "size": size, "one": 1.0}[relative_to]
+    scale, relative_to, size, peak = scale_of(reference)
     floor = max(RELATIVE_FLOOR * size, 1e-30) if size else 1.0
     count = differing = 0
     max_abs = max_relative = 0.0

@@ -385,10 +385,12 @@ def has_more(trial: Trial, *, seconds: float, memory_mb: float) -> bool:
 
 def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startup_s: float) -> float:
     """Expected duration of a trial of ``backend`` in seconds: from its own trials, from those of its cost class, or its usual
-    cost."""
+    cost. One that a limit of time ended needs more than it took, which says nothing of other backends."""
     timed = [trial for trial in trials if trial.seconds > 1]
-    same = [t.seconds for t in timed if t.recipe.backend.name == backend.name]
-    alike = [t.seconds for t in timed if t.recipe.backend.cost == backend.cost and t.recipe.backend.name != "eager"]
+    ended = [trial for trial in timed if trial.ended_by == "time"]
+    same = [t.seconds * (MORE if t in ended else 1) for t in timed if t.recipe.backend.name == backend.name]
+    others = [trial for trial in timed if trial.recipe.backend.name != "eager" and trial not in ended]
+    alike = [trial.seconds for trial in others if trial.recipe.backend.cost == backend.cost]
     least = min([startup_s, *[t.seconds for t in timed if t.recipe == original]])
     usual = max(alike) * DEARER if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
     return max(same, default=usual)
@@ -398,6 +400,20 @@ def in_time(seconds: float, end: float | None, share: float = TIMED) -> float:
     """``seconds`` of timing, shortened to a ``share`` of the time until ``end`` (``time.monotonic``), but at least
     :data:`LEAST_TIMING_S`."""
     return seconds if end is None else min(seconds, max(LEAST_TIMING_S, share * (end - time.monotonic())))
+
+
+def share_s(left_s: float, needed_s: Sequence[float]) -> float:
+    """The part of ``left_s`` seconds that a trial may take, where others need ``needed_s``: what is over, or an equal share if
+    that is more."""
+    return max(left_s - sum(needed_s), left_s / (1 + len(needed_s)))
+
+
+def took_its_share(limit_s: float) -> str:
+    """The reason of a first form that was ended after ``limit_s`` seconds, its part of the budget."""
+    return (
+        f"Rule 'share': it still ran after {limit_s:.0f} s, and the rest of the budget is for runtimes that were not tried yet "
+        "and for the confirmation. The same command tries it again, for longer."
+    )
 
 
 def too_short(left_out: Sequence[Trial]) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab._internal.serialization import ESCAPED, dumps, from_json, to_json
-from trimtab.core.backend import BACKENDS
+from trimtab.core import search_space
+from trimtab.core.backend import BACKENDS, Backend
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Workload
@@ -127,7 +128,10 @@ class Study:
         )
         self._keep_thread_limit()
         self.trainings = Trainings(self.runner, self.storage, options, self.progress)
-        self._trials = [trial for trial in self.storage.trials() if not self._deserves_another(trial)]
+        finished = self.storage.trials()
+        self._repeated = [trial for trial in finished if self._deserves_another(trial)]
+        """Finished trials of earlier runs that are tried again."""
+        self._trials = [trial for trial in finished if trial not in self._repeated]
         self.notes += self.storage.notes
         self._end: float | None = None
         self._left_out: list[Trial] = []
@@ -184,14 +188,16 @@ class Study:
         """Ask, evaluate and tell until the search ends, until ``deadline`` (``time.monotonic``), or for ``most`` new trials.
 
         Once a trial beats the original, the last ``reserve()`` seconds are kept for its confirmation. The first form without
-        loss of a runtime may take the share :data:`LENT` of them: it may be several times as fast.
+        loss of a runtime may take the share :data:`LENT` of them: it may be several times as fast. It ends early where other
+        runtimes, or the confirmation, need the time.
         """
         new, self._end, self._left_out = 0, deadline, []
         if self.task.mode == "infer" and all(trial.recipe != self.baseline for trial in self._trials):
             self.runner.check_baseline()  # before anything is timed
         with self.runner.servers(RIVALS) as rivals:
             while most is None or new < most:
-                kept = reserve() * self._found_something()
+                confirm_s = reserve()
+                kept = confirm_s * self._found_something()
                 latest = None if deadline is None else deadline - (1 - LENT) * kept
                 if self._lost or self.interrupted() or (self._trials and self.runner.over(latest)):
                     break
@@ -199,14 +205,16 @@ class Study:
                 ask = self.ask()
                 if ask is None:
                     break
-                end = latest if latest is None or self._first_form(ask) else latest - LENT * kept
+                first = self._first_form(ask)
+                end = latest if latest is None or first else latest - LENT * kept
+                limit_s = self._first_form_s(ask, end, (1 - LENT) * (confirm_s - kept)) if first and end is not None else None
                 if not self._affordable(ask, end):
                     self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
                     if self.sampler.declined(len(self._left_out)):
                         break
                     continue  # later recipes may be cheaper
                 # the baseline is measured however short the time: without it there is no result
-                trial = self._try(ask, rivals, None if ask.recipe == self.baseline else end)
+                trial = self._try(ask, rivals, None if ask.recipe == self.baseline else end, limit_s)
                 if trial is None:
                     self.sampler.declined(0)
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
@@ -252,16 +260,22 @@ class Study:
             untried=tuple(str(trial.recipe) for trial in self._left_out),
         )
 
-    def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None) -> Trial | None:
-        """The trial of what the sampler asked for; ``None`` if the study was ended meanwhile."""
+    def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None, limit_s: float | None) -> Trial | None:
+        """The trial of what the sampler asked for; ``None`` if the study was ended meanwhile. With ``limit_s``, the trial ends
+        after so many seconds and not at ``deadline``."""
         if reason := self._why_not(ask.recipe):
             return Trial(recipe=ask.recipe, state=State.SKIPPED, reason=reason, stage=ask.stage)
         self.progress.began(ask, len(self._trials))
         ready = self.trainings.ensure(ask.recipe, deadline)
         if not isinstance(ready, bool):
             return None if ready is None else dataclasses.replace(ready, stage=ask.stage)
-        trial = self.runner.trial(ask.recipe, self._plan_for(ask), rivals, deadline)
-        return None if trial is None else dataclasses.replace(trial, stage=ask.stage)
+        plan = self._plan_for(ask)
+        trial = self.runner.trial(ask.recipe, plan, rivals, deadline if limit_s is None else None, limit_s=limit_s)
+        if trial is None:
+            return None
+        if limit_s is not None and trial.ended_by == "time" and trial.limit == limit_s:
+            trial = dataclasses.replace(trial, state=State.STOPPED, reason=ranking.took_its_share(limit_s))
+        return dataclasses.replace(trial, stage=ask.stage)
 
     def _why_not(self, recipe: Recipe) -> str | None:
         """Why ``recipe`` is not tried; ``None`` if it can be."""
@@ -337,6 +351,14 @@ class Study:
         name = ask.recipe.backend.name
         return ask.stage == "lossless" and all(trial.recipe.backend.name != name for trial in self._trials)
 
+    def _first_form_s(self, ask: Ask, end: float, confirm_s: float) -> float:
+        """The most seconds that ``ask``, the first form of a runtime, may take until ``end``: other runtimes that compile in
+        seconds are to be tried too, and then the best form to be confirmed, for which ``confirm_s`` are not kept yet."""
+        tried = {ask.recipe.backend.name, *(trial.recipe.backend.name for trial in (*self._trials, *self._left_out))}
+        others = [Recipe(backend=each) for each in search_space.backends() if each.cost == "seconds" and each.name not in tried]
+        needed = [self._likely_s(each) for each in others if not self._why_not(each)]
+        return ranking.share_s(end - time.monotonic(), [*needed, confirm_s] if needed else [])
+
     def _trainings_allowed(self) -> dict[str, Any]:
         """More and longer trainings, if the user gave a budget for them."""
         return {} if self.options.train_s is None else {"updates": (*UPDATES, LONG), "trainings": MORE_TRAININGS}
@@ -345,9 +367,13 @@ class Study:
         """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""
         if deadline is None or not self._found_something() or self._why_not(ask.recipe):
             return True
-        alike = [trial for trial in self._trials if _compiles(trial.recipe) == _compiles(ask.recipe)]
-        likely = ranking.likely_s(ask.recipe.backend, alike, self.baseline, self.runner.startup_s)
-        return time.monotonic() + likely + self.trainings.likely_s(ask.recipe) <= deadline
+        return time.monotonic() + self._likely_s(ask.recipe) + self.trainings.likely_s(ask.recipe) <= deadline
+
+    def _likely_s(self, recipe: Recipe) -> float:
+        """Expected duration in seconds of a trial of ``recipe``, from those of the trials that compile if it does."""
+        last = {trial.recipe.hash: trial for trial in (*self._repeated, *self._trials)}
+        alike = [trial for trial in last.values() if _compiles(trial.recipe) == _compiles(recipe)]
+        return ranking.likely_s(recipe.backend, alike, self.baseline, self.runner.startup_s)
 
     @property
     def _lost(self) -> bool:

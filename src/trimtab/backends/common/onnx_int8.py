@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trimtab._internal.text import counted
 from trimtab.backends.common.foreign import quiet
 from trimtab.backends.common.onnx_file import DATA, MODEL
 from trimtab.core.technique import require
@@ -29,7 +28,8 @@ def weight_bits(full: bool) -> str:
 
 
 LINEAR = ("MatMul", "Gemm")
-HEAVY = (*LINEAR, "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
+TRANSPOSED = "ConvTranspose"
+HEAVY = (*LINEAR, "Conv", TRANSPOSED, "LSTM", "GRU", "RNN", "Attention", "MultiHeadAttention")
 """Operators that dominate run time; only these are reported if they stay float."""
 _QUANTIZED = {
     "MatMulInteger": "MatMul",
@@ -153,19 +153,17 @@ def quantize_static(
     full: bool = False,
     but: Sequence[str] = (),
 ) -> None:
-    """Quantize weights and activations to int8 except in the nodes ``but``, with ranges from calibration data and one scale
-    per weight channel.
+    """Quantize weights and activations to int8 except in the nodes ``but`` and those of :func:`grouped_transposed`, with ranges
+    from calibration data and one scale per weight channel.
 
-    Weights of :func:`per_tensor_weights` have one scale. Without VNNI, weights have 7 bits unless ``full``. Activations are
-    unsigned: with int8 activations a CNN ran at 0.3 to 0.5 times the speed of float32 without VNNI. On one such CPU (AMD Zen 3,
-    digits) the form QOperator was as fast as QDQ, which the runtime converts to it, and 8-bit weights had 7 times the error of
-    7-bit weights, because sums saturate.
+    Without VNNI, weights have 7 bits unless ``full``. Activations are unsigned: with int8 activations a CNN ran at 0.3 to 0.5
+    times the speed of float32 without VNNI. On one such CPU (AMD Zen 3, digits) the form QOperator was as fast as QDQ, which
+    the runtime converts to it, and 8-bit weights had 7 times the error of 7-bit weights, because sums saturate.
 
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
     """
     quantization = require("onnxruntime.quantization")
     nodes = linear_nodes(prepared) if operators == "linear" or (operators == "auto" and is_transformer(prepared)) else None
-    scales = {name: [{"quant_type": quantization.QuantType.QInt8}] for name in per_tensor_weights(prepared)}
     with quiet():
         quantization.quantize_static(
             str(prepared),
@@ -174,7 +172,7 @@ def quantize_static(
             quant_format={"qdq": quantization.QuantFormat.QDQ, "qoperator": quantization.QuantFormat.QOperator}[form],
             op_types_to_quantize=list(LINEAR) if nodes is not None else None,
             nodes_to_quantize=None if nodes is None else [name for name in nodes if name not in but],
-            nodes_to_exclude=list(but),
+            nodes_to_exclude=[*but, *grouped_transposed(prepared)],
             calibrate_method={
                 "minmax": quantization.CalibrationMethod.MinMax,
                 "percentile": quantization.CalibrationMethod.Percentile,
@@ -185,7 +183,6 @@ def quantize_static(
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),
-            extra_options={"TensorQuantOverrides": scales} if scales else {},
         )
     keep_products_float(target)
 
@@ -253,15 +250,14 @@ def store_rounded_weights(path: pathlib.Path) -> None:
     onnx.save(model, path, save_as_external_data=external, location=DATA)
 
 
-def per_tensor_weights(path: pathlib.Path) -> list[str]:
-    """Names of the weights that get one scale for the whole tensor: those of grouped transposed convolutions.
-
-    The channels of their outputs lie in two axes of the weight, which ONNX Runtime's quantizer takes for one
-    (microsoft/onnxruntime#19694).
+def grouped_transposed(path: pathlib.Path) -> list[str]:
+    """Names of the transposed convolutions in groups, which stay float: the runtime has no int8 kernel for them, and its
+    quantizer no scale per channel, because the channels of their outputs lie in two axes of the weight
+    (microsoft/onnxruntime#19694). With one scale for all channels, those with small weights are lost.
     """
     graph = require("onnx").load(path, load_external_data=False).graph
-    constants = {tensor.name for tensor in graph.initializer}
-    return [node.input[1] for node in graph.node if _in_groups(node) and node.input[1] in constants]
+    grouped = (node for node in graph.node if any(a.name == "group" and a.i > 1 for a in node.attribute))
+    return [node.name for node in grouped if node.op_type == TRANSPOSED]
 
 
 def is_transformer(path: pathlib.Path) -> bool:
@@ -293,7 +289,7 @@ def linear_nodes(path: pathlib.Path) -> list[str]:
 
 
 def coverage(path: pathlib.Path) -> list[str]:
-    """Sentences about which of the dominant operators are int8, which stayed float, and which have one scale per weight."""
+    """A sentence about which of the dominant operators are int8, and which are computed in float."""
     graph = require("onnx").load(path, load_external_data=False).graph
     made_by = {name: node.op_type for node in graph.node for name in node.output}
     integer: collections.Counter[str] = collections.Counter()
@@ -303,16 +299,11 @@ def coverage(path: pathlib.Path) -> list[str]:
             integer[_QUANTIZED.get(node.op_type, node.op_type.removeprefix("QLinear"))] += 1
         elif node.op_type in HEAVY:
             sources = [made_by.get(name) for name in node.input[:2]]
-            (integer if sources == ["DequantizeLinear"] * 2 else floating)[node.op_type] += 1
+            computed = sources == ["DequantizeLinear"] * 2 and node.op_type != TRANSPOSED  # the runtime has no int8 kernel
+            (integer if computed else floating)[node.op_type] += 1
     if not integer:
         return [f"No operator that decides the speed became int8; float stayed {_counted(floating)}."]
-    whole = sum(_in_groups(node) and made_by.get(node.input[1]) == "DequantizeLinear" for node in graph.node)
-    notes = [f"{counted(whole, 'ConvTranspose')} in groups: one scale for the weight and not one per channel."] if whole else []
-    return [f"int8: {_counted(integer)}; float: {_counted(floating)}.", *notes]
-
-
-def _in_groups(node: Any) -> bool:
-    return node.op_type == "ConvTranspose" and any(a.name == "group" and a.i > 1 for a in node.attribute)
+    return [f"int8: {_counted(integer)}; float: {_counted(floating)}."]
 
 
 def _counted(counter: collections.Counter[str]) -> str:

@@ -20,6 +20,7 @@ from trimtab._internal.user_code import writing
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.errors import CompileError
 from trimtab.hardware import environment
+from trimtab.measure.values import scale_of
 from trimtab.passes.common.quantized import LEVELS, Range, quantizable, quantize, ranges_seen
 from trimtab.passes.fold_bn import folded
 from trimtab.tensors.comparison import is_discrete
@@ -40,7 +41,8 @@ Outputs = list[list[torch.Tensor]]
 
 def sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, float]:
     """For each convolution, linear and recurrent layer and each embedding that the calibration inputs reach, the mean squared
-    change of the outputs when its weights and activations are rounded, relative to their variance; most sensitive layer first.
+    change of the outputs when its weights and activations are rounded, relative to their variance over the examples, as they
+    are judged without labels; most sensitive layer first.
 
     Of an embedding only the weights are rounded, because a lookup computes nothing.
 
@@ -114,7 +116,7 @@ def _measured(candidate: Candidate) -> dict[str, float]:
     recurrent = {name: module for name, module in model.named_modules() if isinstance(module, (nn.RNNBase, *EMBEDDINGS))}
     with torch.no_grad(), _inputs_seen(model, recurrent) as inputs, ranges_seen(model, layers) as seen:
         wanted = _outputs(candidate, model)
-    variances = [_variance(each) for each in zip(*wanted, strict=True)]
+    variances = [1.0 if is_discrete(each[0].dtype) else scale_of(each)[0] ** 2 for each in zip(*wanted, strict=True)]
     table: dict[str, float] = {}
     for name, module in model.named_modules():
         if name in seen:
@@ -192,16 +194,8 @@ def _outputs(candidate: Candidate, model: nn.Module) -> Outputs:
     return found
 
 
-def _variance(outputs: Sequence[torch.Tensor]) -> float:
-    """The variance of one output over all calls; 1 for integers, of which the share that differs is counted."""
-    if is_discrete(outputs[0].dtype):
-        return 1.0
-    values = torch.cat([out.flatten().double() for out in outputs])
-    values = values[values.isfinite()]
-    return max(float(values.var(correction=0)), 1e-12) if values.numel() else 1.0
-
-
 def _change(wanted: Outputs, found: Outputs, variances: Sequence[float]) -> float:
+    """The sum over the outputs of their relative squared error; of integers, of the share that differs."""
     total = 0.0
     for i, variance in enumerate(variances):
         pairs = [(a[i], b[i]) for a, b in zip(wanted, found, strict=True)]

@@ -125,8 +125,8 @@ class Ladder(Sampler):
         runtimes, relatives = [b for b in cheap if b.own_graph], [b for b in cheap if not b.own_graph]
         yield Ask("as_written", as_written())
         yield Ask("tuned", plain)
-        # runtimes with their own graph do not depend on the tuning of eager, and bring most of the gain
-        yield from _lossless(runtimes, plain)
+        # each once, before any is timed at length; those with a graph of their own bring most of the gain
+        yield from _lossless([*runtimes, *relatives], plain)
         yield from _precision(runtimes, plain, done, facts)
         yield from _compressed(done, facts)  # before what gains a few percent, so that a short budget reaches it
         threads = [knob for knob in search_space.knobs() if "threads" in knob.sets]
