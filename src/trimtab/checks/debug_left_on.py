@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
+from trimtab.checks._script import edit, note
 from trimtab.core.check import Check
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -47,7 +47,6 @@ class DebugLeftOn(Check):
             settings = (
                 ScriptSettings(debug_off=True) if flag in SWITCHED else None if off is None else ScriptSettings(environment=off)
             )
-            saved = subject.anomaly_share if flag == "anomaly mode" else None
             at = f" ({where})" if where else ""
             cost = COSTS.get(flag, "It slows every step.")
             message = (
@@ -59,11 +58,10 @@ class DebugLeftOn(Check):
                 note(
                     self,
                     message,
-                    evidence={"flag": flag} | ({} if saved is None else {"saved_share": saved}),
+                    evidence={"flag": flag},
                     where=where,
                     category="run",
                     settings=settings,
-                    share=None if saved is None else min(max(saved, 0.0), share(subject, "forward", "backward")),
                     edit=None
                     if where is None
                     else edit(subject, where, "Turn it off except when looking for an error.", **able),
