@@ -216,7 +216,7 @@ def device() -> str:
 def _module(number: int, module: Any) -> Json:
     parts = list(module.modules())
     parameters = list(module.parameters())
-    types = Counter(str(p.dtype).removeprefix("torch.") for p in parameters for _ in range(1))
+    types = Counter(str(p.dtype).removeprefix("torch.") for p in parameters)
     convolutions = [part for part in parts if isinstance(part, nn.Conv2d)]
     last = [c.weight.dim() == 4 and _channels_last(c.weight) for c in convolutions]
     products = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
@@ -418,12 +418,7 @@ def compiles() -> bool:
 
 def _recompiles() -> list[Json]:
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
+    if utils is None or not utils.counters.get("frames"):
         return []
-    counters = utils.counters
-    breaks = {str(reason): int(count) for reason, count in counters.get("graph_break", {}).items()}
-    frames = dict(counters.get("frames", {}))
-    seconds = sum(sum(times) for times in utils.compilation_time_metrics.values()) if breaks or frames else 0.0
-    return (
-        [{"breaks": breaks, "frames": {str(k): int(v) for k, v in frames.items()}, "seconds": float(seconds)}] if frames else []
-    )
+    breaks = {str(reason): int(count) for reason, count in utils.counters.get("graph_break", {}).items()}
+    return [{"breaks": breaks, "seconds": float(sum(sum(times) for times in utils.compilation_time_metrics.values()))}]
