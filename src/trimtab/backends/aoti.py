@@ -124,7 +124,6 @@ class Aoti(Backend):
     Source: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_aot_inductor.html
     """
 
-    name = "aoti"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
     native_code = True
     cost = "minute"

@@ -144,7 +144,6 @@ class OnnxRuntime(Backend):
     export keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
     """
 
-    name = "onnxruntime"
     requires = ("onnx", "onnxscript", "onnxruntime")
     honours = frozenset({"threads", "data.batch"})
     own_graph = True

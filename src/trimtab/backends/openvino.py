@@ -151,7 +151,6 @@ class OpenVino(Backend):
     Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference.html
     """
 
-    name = "openvino"
     requires = ("openvino",)
     honours = frozenset({"threads", "data.batch"})
     own_graph = True

@@ -62,7 +62,6 @@ class TorchScript(Backend):
     Source: https://docs.pytorch.org/docs/stable/jit.html
     """
 
-    name = "torchscript"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
 
     def describe(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import batch_size, edit, lines, note, part, per_example
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
@@ -18,16 +18,13 @@ def near(a: str, b: str, most: int = 10) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchLoop(Check):
+class BatchLoop(ScriptCheck):
     """A loop in Python calls an operator for each example of a batch.
 
     Each call of an operator from Python takes some microseconds, and works on an example's share of the data. One call
     over the batch does the work of the loop.
     Source: https://docs.pytorch.org/docs/stable/notes/broadcasting.html
     """
-
-    name = "batch_loop"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""

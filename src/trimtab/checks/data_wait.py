@@ -11,7 +11,7 @@ from trimtab.checks.slow_example import SlowExample
 from trimtab.checks.small_files import SmallFiles
 from trimtab.checks.workers_few import WorkersFew
 from trimtab.checks.workers_for_nothing import WorkersForNothing
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -19,16 +19,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataWait(Check):
+class DataWait(ScriptCheck):
     """A step waits for its data, and no other check knows a closer reason.
 
     The share of the wait is the most that any faster loading can save. A run that gets the same batches again measures
     it.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-
-    name = "data_wait"
-    about = "script"
 
     least: float = 0.1
     """Share of a step that waits for the loader, from which on it is reported."""

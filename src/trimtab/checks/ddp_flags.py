@@ -6,23 +6,20 @@ from dataclasses import dataclass
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpFlags(Check):
+class DdpFlags(ScriptCheck):
     """Distributed training runs with a flag or a wrapper that costs time for nothing.
 
     ``find_unused_parameters`` walks the graph in each step. It is needed only if parameters get no gradient.
     ``DataParallel`` copies the model to each GPU in each step, from one process.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
-
-    name = "ddp_flags"
-    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """``find_unused_parameters`` without unused parameters, and ``DataParallel``."""

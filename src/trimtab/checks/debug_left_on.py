@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import edit, note
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -27,16 +27,13 @@ COSTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DebugLeftOn(Check):
+class DebugLeftOn(ScriptCheck):
     """A switch for debugging is on during the steps.
 
     Anomaly mode keeps a traceback per operator and tests every gradient for NaN. A profiler records every operator.
     Blocking launches and detailed checks of collectives serialize a GPU.
     Source: https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
     """
-
-    name = "debug_left_on"
-    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Each switch that was on, with the line that set it."""

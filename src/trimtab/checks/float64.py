@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -15,16 +15,13 @@ DOUBLE = "float64"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float64(Check):
+class Float64(ScriptCheck):
     """The model computes in float64, or batches come in float64.
 
     A vector register holds half as many float64 values, and memory brings half as many per second. numpy computes in
     float64 by default, so that its arrays come as such into tensors.
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html
     """
-
-    name = "float64"
-    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""

@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import lines, note, share
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Framework(Check):
+class Framework(ScriptCheck):
     """A step spends its time outside of the script's lines and of torch.
 
     Trainers call hooks, build progress bars and check states between the passes. For steps of a few milliseconds that
     counts.
     Source: https://lightning.ai/docs/pytorch/stable/advanced/speed.html
     """
-
-    name = "framework"
-    about = "script"
 
     least: float = 0.15
     """Share of a step, from which on it is reported."""

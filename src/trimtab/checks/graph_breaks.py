@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import edit, note
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphBreaks(Check):
+class GraphBreaks(ScriptCheck):
     """torch.compile cuts a function into several graphs.
 
     At a call that it cannot trace, such as ``print`` or ``.item()``, a graph ends, Python runs, and another graph begins.
     Nothing is fused across the cut.
     Source: https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
     """
-
-    name = "graph_breaks"
-    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Graph breaks by function, with the reason and the time that compiling took."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ModuleRecord, OperatorRecord, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -19,7 +19,7 @@ FOUR = re.compile(r"\[\d+(, \d+){3}\]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout(Check):
+class Layout(ScriptCheck):
     """Convolutions work in a layout that costs conversions.
 
     oneDNN and cuDNN compute convolutions over channels that lie next to each other. Tensors in the contiguous layout are
@@ -27,9 +27,6 @@ class Layout(Check):
     is lost there, and each such line copies the tensor.
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
-
-    name = "layout"
-    about = "script"
 
     least: float = 0.3
     """Share of a step in forward and backward passes, from which on the layout is reported."""

@@ -26,4 +26,10 @@ class Check(Technique):
         """
 
 
+class ScriptCheck(Check):
+    """A check of scripts: :meth:`run` reads the :class:`~trimtab.core.evidence.ProbeRecord` of one."""
+
+    about = "script"
+
+
 CHECKS: Registry[Check] = Registry("check", "trimtab.checks", Check)  # type: ignore[type-abstract]

@@ -43,6 +43,7 @@ class Technique(abc.ABC):
     """
 
     name: ClassVar[str]
+    """The name of its file, unless the class sets another."""
     modes: ClassVar[frozenset[Mode]] = frozenset({"infer"})
     """What it is for. In training only the settings that a pass changes are used, not the model that it returns."""
     verbose: ClassVar[bool] = False
@@ -51,6 +52,10 @@ class Technique(abc.ABC):
     """Import names of optional packages; see :data:`~trimtab.hardware.environment.OPTIONAL`. Plug-ins may name others."""
     tries: ClassVar[bool] = False
     """Whether :meth:`why_not` runs the model. A search then calls it only when it is about to try the technique."""
+
+    def __init_subclass__(cls) -> None:
+        if not (hasattr(cls, "name") or cls.__module__.startswith("trimtab.core.")):  # there are the abstract ones
+            cls.name = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
         hints = type_hints(type(self))

@@ -25,7 +25,6 @@ class Attention(Pass):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
     """
 
-    name = "attention"
     modes = frozenset({"train"})
     sets = frozenset({"attention"})
     tries = True

@@ -20,7 +20,6 @@ class Autocast(Pass):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
     """
 
-    name = "autocast"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"precision.autocast"})
     tries = True

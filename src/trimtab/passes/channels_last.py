@@ -17,7 +17,6 @@ class ChannelsLast(Pass):
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
 
-    name = "channels_last"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"memory_format"})
 

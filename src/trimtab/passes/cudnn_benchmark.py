@@ -19,7 +19,6 @@ class CudnnBenchmark(Pass):
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
 
-    name = "cudnn_benchmark"
     modes = frozenset({"train"})
     sets = frozenset({"cudnn_benchmark"})
 

@@ -27,7 +27,6 @@ class DropLayers(Pass):
     Source: Sajjad et al. 2020, https://arxiv.org/abs/2004.03844
     """
 
-    name = "drop_layers"
     compresses = True
 
     keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5

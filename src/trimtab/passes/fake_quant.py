@@ -35,7 +35,6 @@ class FakeQuant(Pass):
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877
     """
 
-    name = "fake_quant"
     compresses = True
     pays_for = frozenset({"onnxruntime", "openvino"})
 

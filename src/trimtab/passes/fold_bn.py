@@ -44,8 +44,6 @@ class FoldBn(Pass):
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3.2; ``torch.nn.utils.fusion``.
     """
 
-    name = "fold_bn"
-
     def describe(self) -> str:
         """Describes the rewrite."""
         return "batch norms folded into their neighbours"

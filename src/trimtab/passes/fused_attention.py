@@ -40,8 +40,6 @@ class FusedAttention(Pass):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
 
-    name = "fused_attention"
-
     def describe(self) -> str:
         """Describes the rewrite."""
         return "attention in one kernel"

@@ -29,7 +29,6 @@ class Int8Weights(Pass):
     Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339; https://docs.pytorch.org/ao/stable/
     """
 
-    name = "int8_weights"
     requires = ("torchao",)
 
     activations: Literal["float", "int8"] = "float"

@@ -17,7 +17,6 @@ class Joined(Pass):
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, on what accumulation does to BatchNorm
     """
 
-    name = "joined"
     modes = frozenset({"train"})
     sets = frozenset({"data.joined"})
 

@@ -21,7 +21,6 @@ class KeepMemory(Pass):
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html (``M_TRIM_THRESHOLD``, ``M_MMAP_THRESHOLD``)
     """
 
-    name = "keep_memory"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"memory.keep_freed"})
 

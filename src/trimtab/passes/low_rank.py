@@ -34,7 +34,6 @@ class LowRank(Pass):
     Source: Chen et al. 2021, https://proceedings.neurips.cc/paper/2021/hash/f56de5ef149cf0aedcc8f4797031e229-Abstract.html
     """
 
-    name = "low_rank"
     compresses = True
 
     share: Annotated[float, Choice(0.75, 0.5, 0.25)] = 0.5

@@ -18,7 +18,6 @@ class MicroBatch(Pass):
     Source: Ott et al. 2018, https://arxiv.org/abs/1806.00187
     """
 
-    name = "micro_batch"
     modes = frozenset({"train"})
     sets = frozenset({"data.micro_batch"})
 

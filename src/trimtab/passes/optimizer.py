@@ -18,7 +18,6 @@ class OptimizerKernels(Pass):
     Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
     """
 
-    name = "optimizer"
     modes = frozenset({"train"})
     sets = frozenset({"optimizer.implementation"})
 

@@ -36,7 +36,6 @@ class PruneChannels(Pass):
     Source: Fang et al. 2023, https://arxiv.org/abs/2301.12900; https://github.com/VainF/Torch-Pruning
     """
 
-    name = "prune_channels"
     compresses = True
     requires = ("torch_pruning",)
 

@@ -34,7 +34,6 @@ class PruneUnits(Pass):
     Source: Michel et al. 2019, https://arxiv.org/abs/1905.10650 (heads); McCarley et al. 2019, https://arxiv.org/abs/1910.06360
     """
 
-    name = "prune_units"
     compresses = True
 
     keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5

@@ -57,7 +57,6 @@ class Recover(Pass):
     Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531
     """
 
-    name = "recover"
     compresses = True
 
     updates: Annotated[int, Choice(200, 800)] = 200

@@ -21,8 +21,6 @@ class RemoveDropout(Pass):
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html (dropout is for training only).
     """
 
-    name = "remove_dropout"
-
     def describe(self) -> str:
         """Describes the rewrite."""
         return "dropout removed"

@@ -35,7 +35,6 @@ class Sparsify(Pass):
     Source: Han et al. 2015, https://arxiv.org/abs/1506.02626; N:M patterns: Mishra et al. 2021, https://arxiv.org/abs/2104.08378
     """
 
-    name = "sparsify"
     compresses = True
 
     scope: Literal["layer", "global", "threshold", "n:m"] = "layer"

@@ -22,7 +22,6 @@ class Student(Pass):
     Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531
     """
 
-    name = "student"
     compresses = True
 
     @property

@@ -26,7 +26,6 @@ class SwapActivations(Pass):
     Source: Mirzadeh et al. 2023, https://arxiv.org/abs/2310.04564
     """
 
-    name = "swap_activations"
     compresses = True
     trained_only = True
 

@@ -21,7 +21,6 @@ class Tf32(Pass):
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
 
-    name = "tf32"
     modes = frozenset({"train"})
     sets = frozenset({"precision.tf32"})
 

@@ -20,7 +20,6 @@ class Threads(Pass):
     Source: https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html
     """
 
-    name = "threads"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"threads"})
 
