@@ -24,12 +24,12 @@ from trimtab.backends.common.exported_program import (
     export_static,
     lost_dims,
     memory_formats,
-    quiet,
     verified,
     written_back,
 )
 from trimtab.backends.common.inductor_process import Mode, options
 from trimtab.backends.common.owned_outputs import in_order
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.settings import Settings

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import logging
 import pathlib
 import subprocess
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from trimtab.backends.common.causes import first_line, known_cause
 from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.graph_call import graph_call
 from trimtab.backends.common.other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
-from trimtab.backends.common.process_lock import SHARED
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.signature import Dim, Signature
 from trimtab.errors import CompileError, IntegrityError
@@ -38,9 +35,6 @@ RAISES = "it raises"
 
 EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
 """Errors of exporters and compilers. The list is broad because they run the user's model."""
-
-NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")
-"""Loggers of exporters that are silenced."""
 
 Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -264,26 +258,6 @@ def memory_formats(signature: Signature, memory_format: str) -> list[torch.memor
     """The memory format of each input. The setting applies to 4-D inputs only."""
     lasts = memory_format == "channels_last"
     return [torch.channels_last if lasts and len(s.shape) == 4 else torch.contiguous_format for s in signature.inputs]
-
-
-@contextlib.contextmanager
-def quiet(*, stream: bool = True) -> Iterator[None]:
-    """Suppress warnings and log messages of exporters (deprecations, tracing hints) in the block.
-
-    ``stream=False`` does not redirect standard error; for loading, when other threads may be running.
-    """
-    hidden = contextlib.redirect_stderr(io.StringIO()) if stream else contextlib.nullcontext()
-    with SHARED, warnings.catch_warnings(), hidden:
-        loggers = [logging.getLogger(name) for name in NOISY]
-        levels = [logger.level for logger in loggers]
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:

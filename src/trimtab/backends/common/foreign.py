@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import pathlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,6 @@ from trimtab._internal.text import counted, summary_line
 from trimtab.backends.common.causes import CONVERSION_ERRORS, known_cause
 from trimtab.backends.common.exported_program import fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
-from trimtab.backends.common.process_lock import SHARED
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
@@ -157,19 +154,6 @@ def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wr
         for place, value in zip(written, outputs[own:], strict=True):
             leaves[place].copy_(value)
     return outputs[:own]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress warnings and log messages of converters in the block."""
-    with SHARED, warnings.catch_warnings():
-        level = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(level)
 
 
 def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | None:
