@@ -8,7 +8,6 @@ run resumes from the newest checkpoint whose hashes match.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trimtab._internal.files import path_of
+from trimtab._internal.files import path_of, sha256
 from trimtab._internal.locks import locked
 from trimtab._internal.serialization import dumps
 from trimtab.core.signature import STORED
@@ -420,12 +419,6 @@ def _sparse_tensor(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> t
         return torch.sparse_coo_tensor(indices, values, facts["size"], is_coalesced=facts["coalesced"])
     compressed, plain, values = parts
     return torch.sparse_compressed_tensor(compressed, plain, values, facts["size"], layout=layout)
-
-
-def sha256(path: pathlib.Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _damage(place: pathlib.Path) -> str | None:
