@@ -67,7 +67,7 @@ def _epoch(
         try:
             update = ready.step(batches, run)
         except BaseException as error:
-            unharmed.failed(error)
+            unharmed.explain(error)
             raise
         if not context.world.used:
             break
@@ -85,7 +85,7 @@ def _epoch(
         try:  # a with statement calls two functions in each update
             yield update
         except BaseException as error:
-            saving.failed(error)
+            saving.explain(error)
             raise
         if context.world.stopping(context.ending):
             return False
