@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing
 import os
 import resource
 import sys
@@ -35,6 +34,7 @@ from trimtab.probe.inside import (
     steps,
 )
 from trimtab.probe.inside.boundary import attempt
+from trimtab.probe.inside.ending import leave
 from trimtab.probe.inside.facts import batch_facts, first_tensors
 from trimtab.probe.inside.plan import PLAN, process_age_s, rank
 from trimtab.probe.inside.sites import caller, site, texts
@@ -227,11 +227,7 @@ def finish(finished: bool) -> None:
                 raise error
     if finished:
         return
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    for child in multiprocessing.active_children():
-        child.terminate()
-    os._exit(0)
+    leave()
 
 
 def _save(name: str, data: dict[str, Any]) -> None:
