@@ -25,7 +25,7 @@ from trimtab.core.signature import Dim, Signature
 from trimtab.errors import CompileError, IntegrityError
 from trimtab.passes.common.quantized import shapes_known
 from trimtab.safe_load.archives import save_program as write_program
-from trimtab.tensors.comparison import NEAR_TIES, errors, is_discrete, too_many_differ
+from trimtab.tensors.comparison import NEAR_TIES, difference
 from trimtab.tensors.weights import HALVES, weights
 
 PROGRAM = "program.pt2"
@@ -219,26 +219,12 @@ def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tenso
     if len(outputs) != len(reference):
         return f"it gives {counted(len(outputs), 'tensor')} instead of {len(reference)}"
     reduced = candidate.settings.precision.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
+    limit, turned = (REDUCED_TOLERANCE, REDUCED_TOLERANCE) if reduced else (TOLERANCE, NEAR_TIES)
     signature = candidate.signature
     rows = [(spec.name, a, b) for spec, a, b in zip(signature.outputs, reference, outputs, strict=True)]
     rows += [(f"what it writes to {signature.inputs[i].name}", own[i], given[i]) for i in signature.written]
-    wrong = next((wrong for name, want, got in rows if (wrong := _difference(name, want, got, reduced))), None)
+    wrong = next((wrong for row in rows if (wrong := difference(*row, limit, turned=turned))), None)
     return None if wrong is None else wrong + known_cause(candidate.model)
-
-
-def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool) -> str | None:
-    if want.shape != got.shape or want.dtype != got.dtype:
-        return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
-    if not want.numel():
-        return None
-    if is_discrete(want.dtype):
-        turned = too_many_differ(want, got, REDUCED_TOLERANCE if reduced else NEAR_TIES)
-        return f"{name} is wrong: {turned}" if turned else None
-    if (found := errors(want, got)) is None:
-        return f"{name} has NaN or infinity in other places"
-    limit = REDUCED_TOLERANCE if reduced else TOLERANCE
-    wrong = next(((error, size) for error, size in found if error > limit * size + 1e-6), None)
-    return None if wrong is None else f"{name} is off by {wrong[0]:.3g} where the largest value is {wrong[1]:.3g}"
 
 
 def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError
 from trimtab.passes.common.quantized import float_twin, is_quantized
-from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ
+from trimtab.tensors.comparison import difference, errors, is_discrete, ordered, slower
 from trimtab.tensors.structure import TENSOR, Structure, flatten
 from trimtab.tensors.weights import tolerance
 
@@ -173,8 +173,8 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
             got = run(leaves)
         except CONVERSION_ERRORS as error:
             return f"it fails at {what} ({summary_line(str(error))[:200]})"
-        if difference := _difference(expected, got, allowed(leaves, expected)):
-            return f"{difference} at {what}{known_cause(candidate.model)}"
+        if wrong := _difference(expected, got, allowed(leaves, expected)):
+            return f"{wrong} at {what}{known_cause(candidate.model)}"
     return None
 
 
@@ -239,15 +239,9 @@ def _has_nan(outputs: Sequence[torch.Tensor]) -> bool:
 def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], allowed: float) -> str | None:
     if len(expected) != len(got):
         return f"it gives {counted(len(got), 'output')} instead of {len(expected)}"
-    for i, (want, have) in enumerate(zip(expected, got, strict=True)):
-        if want.shape != have.shape or want.dtype != have.dtype:
-            return f"output {i} is {have.dtype}{list(have.shape)} instead of {want.dtype}{list(want.shape)}"
-        if is_discrete(want.dtype):
-            if turned := too_many_differ(want, have):
-                return f"output {i} is wrong: {turned}"
-        elif (error := _error(want, have)) > allowed:
-            return f"output {i} is off by {error:.2g} of its largest value"
-    return None
+    pairs = enumerate(zip(expected, got, strict=True))
+    wrong = (difference(f"output {i}", want, have, allowed, floor=allowed * 1e-6) for i, (want, have) in pairs)
+    return next(filter(None, wrong), None)
 
 
 def _error(want: torch.Tensor, have: torch.Tensor) -> float:
