@@ -6,7 +6,6 @@ The log is raw: :mod:`trimtab.probe.analysis` makes the record of it, in the dri
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import resource
 import sys
@@ -36,7 +35,7 @@ from trimtab.probe.inside import (
 from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.ending import leave
 from trimtab.probe.inside.facts import batch_facts, first_tensors
-from trimtab.probe.inside.plan import PLAN, process_age_s, rank
+from trimtab.probe.inside.plan import PLAN, process_age_s, rank, tell
 from trimtab.probe.inside.sites import caller, site, texts
 from trimtab.probe.inside.steps import Key
 
@@ -190,7 +189,7 @@ def _mark(key: Key) -> None:
         if rank() == 0:  # for the case that the profiler ends the process
             attempt(_write, False, "early")
         elif _arrivals:
-            attempt(_save, "arrivals", {"ns": _arrivals})
+            attempt(tell, f"arrivals-{os.getpid()}.json", {"ns": _arrivals})
         if not operators.start(notes):
             finish(False)
 
@@ -222,19 +221,12 @@ def finish(finished: bool) -> None:
     if rank() == 0:
         _, error = attempt(_write, finished)
         if error is not None:
-            _save("failed", {"error": f"{type(error).__name__}: {error}"})
+            tell(f"failed-{os.getpid()}.json", {"error": f"{type(error).__name__}: {error}"})
             if PLAN.get("debug"):
                 raise error
     if finished:
         return
     leave()
-
-
-def _save(name: str, data: dict[str, Any]) -> None:
-    path = os.path.join(PLAN["out"], f"{name}-{os.getpid()}.json")
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(data, file)
-    os.replace(path + ".new", path)
 
 
 def _is_temporary(path: str) -> bool:
@@ -248,12 +240,12 @@ def _write(finished: bool, name: str = "log") -> None:
     if anchor is not None and anchor[0] == "batch":
         of_anchor = sorted(snapshot for key, found in marks.items() if key[:2] == anchor[:2] for snapshot in found)
     if anchor is None or len(of_anchor) < 2:
-        _save("seen", {"counts": [[*key, count] for key, count in steps.counts.items()], "finished": finished})
+        tell(f"seen-{os.getpid()}.json", {"counts": [[*key, count] for key, count in steps.counts.items()], "finished": finished})
         return
     first_ns = of_anchor[0][0]
     measured = of_anchor[: _profiled_from or len(of_anchor)]
-    _save(
-        name,
+    tell(
+        f"{name}-{os.getpid()}.json",
         {
             "finished": finished,
             "anchor": list(anchor),
