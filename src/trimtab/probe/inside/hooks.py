@@ -134,7 +134,7 @@ def on_optimizer_step(
 
 _losses: list[Callable[[float], None]] = []
 _at_backward: list[Callable[[Any], None]] = []
-_after_backward: list[Callable[[Place | None], None]] = []
+after_backward: list[Callable[[Place | None], None]] = []
 read = torch.Tensor.item
 """``Tensor.item`` as it was before it was watched."""
 
@@ -156,7 +156,7 @@ def _install_backward() -> None:
             if is_compiling() or get_ident() != MAIN:
                 return original(*args, **kwargs)
             depth = clock.enter(clock.PROBE)
-            place = caller(sys._getframe(1)) if _after_backward else None
+            place = caller(sys._getframe(1)) if after_backward else None
             tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
             for seen in _at_backward:
                 seen(tensors)
@@ -169,9 +169,9 @@ def _install_backward() -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                if _after_backward and sys.exc_info()[0] is None:
+                if after_backward and sys.exc_info()[0] is None:
                     clock.switch(clock.PROBE, depth)
-                    for ended in tuple(_after_backward):
+                    for ended in tuple(after_backward):
                         ended(place)
                 clock.leave(depth)
 
@@ -193,15 +193,7 @@ def around_backward(before: Callable[[Any], None] | None = None, after: Callable
     if before is not None:
         _at_backward.append(before)
     if after is not None:
-        _after_backward.append(after)
-
-
-def forget(*, after_step: Any = None, after_backward: Any = None) -> None:
-    """Take back registrations of :func:`on_optimizer_step` and :func:`around_backward`."""
-    if after_step in _after_step:
-        _after_step.remove(after_step)
-    if after_backward in _after_backward:
-        _after_backward.remove(after_backward)
+        after_backward.append(after)
 
 
 @functools.cache

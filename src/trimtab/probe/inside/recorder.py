@@ -240,7 +240,8 @@ def _write(finished: bool, name: str = "log") -> None:
     if anchor is not None and anchor[0] == "batch":
         of_anchor = sorted(snapshot for key, found in marks.items() if key[:2] == anchor[:2] for snapshot in found)
     if anchor is None or len(of_anchor) < 2:
-        tell(f"seen-{os.getpid()}.json", {"counts": [[*key, count] for key, count in steps.counts.items()], "finished": finished})
+        counts = [[*key, count] for key, count in steps.counts.items()]
+        tell(f"seen-{os.getpid()}.json", {"counts": counts, "finished": finished})
         return
     first_ns = of_anchor[0][0]
     measured = of_anchor[: _profiled_from or len(of_anchor)]
