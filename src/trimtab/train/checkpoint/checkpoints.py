@@ -16,7 +16,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from trimtab._internal.serialization import dumps
 from trimtab.core.signature import STORED
 from trimtab.errors import StorageError, UsageError
 from trimtab.tensors.weights import in_bytes
-from trimtab.train.checkpoint.figure import Figure
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
 LOCK = ".lock"
@@ -47,6 +46,23 @@ PLAIN = frozenset(getattr(torch, name) for name in STORED)
 """The dtypes of safetensors; tensors of other dtypes are saved as bytes."""
 _NAME = re.compile(r"update-(\d{8})|\.update-(\d{8})\.old")
 """Names of checkpoints. One named ``.old`` was being replaced when the process was killed, and is still valid."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What a validation found for the parameters of a checkpoint."""
+
+    metric: str
+    value: float
+    mode: Literal["min", "max"]
+
+    def better(self, other: Figure | None) -> bool:
+        """Whether it is better than ``other``, which is of another metric, worse, or missing; NaN is never better."""
+        if math.isnan(self.value):
+            return False
+        if other is None or math.isnan(other.value) or (other.metric, other.mode) != (self.metric, self.mode):
+            return True
+        return self.value > other.value if self.mode == "max" else self.value < other.value
 
 
 class Checkpoints:
