@@ -20,7 +20,7 @@ from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
-from trimtab.errors import CompileError
+from trimtab.errors import CompileError, UsageError
 from trimtab.passes.common.quantized import float_twin, is_quantized
 from trimtab.tensors.comparison import difference, errors, is_discrete, ordered, slower
 from trimtab.tensors.structure import TENSOR, Structure, flatten
@@ -279,3 +279,17 @@ def _pieces(row: Row, candidate: Candidate, lost: Sequence[str]) -> Iterator[Row
             t.narrow(spec.shape.index(batch), start, now[batch]) if batch in spec.shape else t
             for t, spec in zip(row, candidate.signature.inputs, strict=True)
         ]
+
+
+def check_fields(backend: Any, about: Mapping[str, str]) -> None:
+    """Check the fields that only int8 precisions use.
+
+    Raises:
+        UsageError: one is not at its default, and the precision is not the one that it is ``about``.
+    """
+    if backend.float_layers < 0:
+        raise UsageError(f"{backend.name}: float_layers is {backend.float_layers}; it is 0 or more.")
+    for name, what in about.items():
+        value, default = getattr(backend, name), getattr(type(backend), name)
+        if value != default and not (backend.quantizes if what == "int8" else backend.precision == what):
+            raise UsageError(f"{backend.name}: {name}={value} is about {what}, not {backend.precision}. Leave it at {default}.")
