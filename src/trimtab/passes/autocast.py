@@ -20,17 +20,13 @@ class Autocast(Pass):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
     """
 
+    exact = False  # 16-bit rounding changes the outputs
     modes = frozenset({"infer", "train"})
     sets = frozenset({"precision.autocast"})
     tries = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """``bfloat16`` has the range of float32; ``float16`` has three more bits of precision and overflows at 65504."""
-
-    @property
-    def exact(self) -> bool:
-        """16-bit rounding changes the outputs."""
-        return False
 
     def describe(self) -> str:
         """Names the data type."""

@@ -34,6 +34,7 @@ class LowRank(Pass):
     Source: Chen et al. 2021, https://proceedings.neurips.cc/paper/2021/hash/f56de5ef149cf0aedcc8f4797031e229-Abstract.html
     """
 
+    exact = False  # a lower rank changes the outputs
     compresses = True
 
     share: Annotated[float, Choice(0.75, 0.5, 0.25)] = 0.5
@@ -43,11 +44,6 @@ class LowRank(Pass):
         super().__post_init__()
         if not 0 < self.share < 1:
             raise UsageError(f"low_rank: share is {self.share!r}; it must be above 0 and below 1.")
-
-    @property
-    def exact(self) -> bool:
-        """A lower rank changes the outputs."""
-        return False
 
     def describe(self) -> str:
         """Says how many weights stay."""

@@ -36,6 +36,7 @@ class PruneChannels(Pass):
     Source: Fang et al. 2023, https://arxiv.org/abs/2301.12900; https://github.com/VainF/Torch-Pruning
     """
 
+    exact = False  # fewer channels change the outputs
     compresses = True
     requires = ("torch_pruning",)
 
@@ -46,11 +47,6 @@ class PruneChannels(Pass):
         super().__post_init__()
         if not 0 < self.keep < 1:
             raise UsageError(f"prune_channels: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    @property
-    def exact(self) -> bool:
-        """Fewer channels change the outputs."""
-        return False
 
     def describe(self) -> str:
         """Says how many channels stay."""

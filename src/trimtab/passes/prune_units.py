@@ -34,6 +34,7 @@ class PruneUnits(Pass):
     Source: Michel et al. 2019, https://arxiv.org/abs/1905.10650 (heads); McCarley et al. 2019, https://arxiv.org/abs/1910.06360
     """
 
+    exact = False  # fewer units change the outputs
     compresses = True
 
     keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5
@@ -43,11 +44,6 @@ class PruneUnits(Pass):
         super().__post_init__()
         if not 0 < self.keep < 1:
             raise UsageError(f"prune_units: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    @property
-    def exact(self) -> bool:
-        """Fewer units change the outputs."""
-        return False
 
     def describe(self) -> str:
         """Says how many units stay."""

@@ -22,12 +22,8 @@ class Student(Pass):
     Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531
     """
 
+    exact = False  # it is another network
     compresses = True
-
-    @property
-    def exact(self) -> bool:
-        """It is another network."""
-        return False
 
     def describe(self) -> str:
         """Names it."""

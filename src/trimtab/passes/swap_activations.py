@@ -26,13 +26,9 @@ class SwapActivations(Pass):
     Source: Mirzadeh et al. 2023, https://arxiv.org/abs/2310.04564
     """
 
+    exact = False  # another function gives other outputs
     compresses = True
     trained_only = True
-
-    @property
-    def exact(self) -> bool:
-        """Another function gives other outputs."""
-        return False
 
     def describe(self) -> str:
         """Names the function."""

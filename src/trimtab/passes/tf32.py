@@ -21,13 +21,9 @@ class Tf32(Pass):
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
 
+    exact = False  # 10 bits of mantissa instead of 23 change the outputs
     modes = frozenset({"train"})
     sets = frozenset({"precision.tf32"})
-
-    @property
-    def exact(self) -> bool:
-        """10 bits of mantissa instead of 23 change the outputs."""
-        return False
 
     def describe(self) -> str:
         """Names the format."""
