@@ -64,10 +64,8 @@ class TorchScript(Backend):
     Source: https://docs.pytorch.org/docs/stable/jit.html
     """
 
+    words = "TorchScript, frozen"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
-
-    def describe(self) -> str:
-        return "TorchScript, frozen"
 
     def compile(self, candidate: Candidate) -> Executable:
         """Trace or script a copy, and run it until TorchScript has specialized it."""

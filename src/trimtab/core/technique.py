@@ -52,6 +52,8 @@ class Technique(abc.ABC):
     """Import names of optional packages; see :data:`~trimtab.hardware.environment.OPTIONAL`. Plug-ins may name others."""
     tries: ClassVar[bool] = False
     """Whether :meth:`why_not` runs the model. A search then calls it only when it is about to try the technique."""
+    words: ClassVar[str | None] = None
+    """A description with fields in braces, as ``"{keep:.0%} of the layers"``; see :meth:`describe`."""
 
     def __init_subclass__(cls) -> None:
         if not (hasattr(cls, "name") or cls.__module__.startswith("trimtab.core.")):  # there are the abstract ones
@@ -119,8 +121,10 @@ class Technique(abc.ABC):
     def describe(self) -> str:
         """A short description for people, without a full stop, such as ``OpenVINO, int8 weights``.
 
-        By default the name and the fields with non-default values. Override it if these are not clear enough.
+        By default :attr:`words`, else the name and the fields with non-default values. Override it if neither is clear enough.
         """
+        if self.words is not None:
+            return self.words.format(**vars(self))
         fields = dataclasses.fields(self)
         shown = [f.name for f in fields if self.verbose or getattr(self, f.name) != f.default]
         return ", ".join([_spoken(self.name), *(_spoken_field(name, getattr(self, name)) for name in shown)])

@@ -25,16 +25,13 @@ class Attention(Pass):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
     """
 
+    words = "{kernel} attention"
     modes = frozenset({"train"})
     sets = frozenset({"attention"})
     tries = True
 
     kernel: Literal["flash", "efficient", "cudnn", "math"] = "flash"
     """``flash`` and ``efficient`` never store the attention matrix; ``cudnn`` is NVIDIA's; ``math`` is plain products."""
-
-    def describe(self) -> str:
-        """Names the kernel."""
-        return f"{self.kernel} attention"
 
     def why_not_here(self) -> str | None:
         """``efficient`` and ``cudnn`` need a GPU."""

@@ -20,6 +20,7 @@ class Autocast(Pass):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
     """
 
+    words = "matrix products in {dtype}"
     exact = False  # 16-bit rounding changes the outputs
     modes = frozenset({"infer", "train"})
     sets = frozenset({"precision.autocast"})
@@ -27,10 +28,6 @@ class Autocast(Pass):
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """``bfloat16`` has the range of float32; ``float16`` has three more bits of precision and overflows at 65504."""
-
-    def describe(self) -> str:
-        """Names the data type."""
-        return f"matrix products in {self.dtype}"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs float32 weights and 16-bit kernels for every operator: some CPUs have none for a float16 LSTM."""

@@ -19,12 +19,9 @@ class CudnnBenchmark(Pass):
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
 
+    words = "convolutions chosen by cuDNN's timing"
     modes = frozenset({"train"})
     sets = frozenset({"cudnn_benchmark"})
-
-    def describe(self) -> str:
-        """Describes the effect."""
-        return "convolutions chosen by cuDNN's timing"
 
     def why_not_here(self) -> str | None:
         """Needs a GPU."""

@@ -27,6 +27,7 @@ class DropLayers(Pass):
     Source: Sajjad et al. 2020, https://arxiv.org/abs/2004.03844
     """
 
+    words = "{keep:.0%} of the layers"
     exact = False  # fewer layers change the outputs
     compresses = True
 
@@ -37,10 +38,6 @@ class DropLayers(Pass):
         super().__post_init__()
         if not 0 < self.keep < 1:
             raise UsageError(f"drop_layers: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    def describe(self) -> str:
-        """Says how many layers stay."""
-        return f"{self.keep:.0%} of the layers"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a list of equal layers."""

@@ -44,9 +44,7 @@ class FoldBn(Pass):
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3.2; ``torch.nn.utils.fusion``.
     """
 
-    def describe(self) -> str:
-        """Describes the rewrite."""
-        return "batch norms folded into their neighbours"
+    words = "batch norms folded into their neighbours"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a batch norm after a convolution or linear layer."""

@@ -17,12 +17,9 @@ class Joined(Pass):
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, on what accumulation does to BatchNorm
     """
 
+    words = "the batches of an update run as one"
     modes = frozenset({"train"})
     sets = frozenset({"data.joined"})
-
-    def describe(self) -> str:
-        """Describes the effect."""
-        return "the batches of an update run as one"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs gradient accumulation."""

@@ -21,12 +21,9 @@ class KeepMemory(Pass):
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html (``M_TRIM_THRESHOLD``, ``M_MMAP_THRESHOLD``)
     """
 
+    words = "freed memory kept"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"memory.keep_freed"})
-
-    def describe(self) -> str:
-        """Describes the effect."""
-        return "freed memory kept"
 
     def why_not_here(self) -> str | None:
         """Needs glibc, which has this setting."""

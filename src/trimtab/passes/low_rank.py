@@ -34,6 +34,7 @@ class LowRank(Pass):
     Source: Chen et al. 2021, https://proceedings.neurips.cc/paper/2021/hash/f56de5ef149cf0aedcc8f4797031e229-Abstract.html
     """
 
+    words = "linear layers of lower rank, {share:.0%} of their weights"
     exact = False  # a lower rank changes the outputs
     compresses = True
 
@@ -44,10 +45,6 @@ class LowRank(Pass):
         super().__post_init__()
         if not 0 < self.share < 1:
             raise UsageError(f"low_rank: share is {self.share!r}; it must be above 0 and below 1.")
-
-    def describe(self) -> str:
-        """Says how many weights stay."""
-        return f"linear layers of lower rank, {self.share:.0%} of their weights"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a linear layer for which two matrices are smaller."""

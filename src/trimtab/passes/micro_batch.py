@@ -18,15 +18,12 @@ class MicroBatch(Pass):
     Source: Ott et al. 2018, https://arxiv.org/abs/1806.00187
     """
 
+    words = "{size} examples per forward pass"
     modes = frozenset({"train"})
     sets = frozenset({"data.micro_batch"})
 
     size: Annotated[int, Choice(4, 8, 16, 32, 64, 128, 256)] = 32
     """Examples per part."""
-
-    def describe(self) -> str:
-        """Names the size."""
-        return f"{self.size} examples per forward pass"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs larger batches than ``size``."""

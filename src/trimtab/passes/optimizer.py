@@ -18,15 +18,12 @@ class OptimizerKernels(Pass):
     Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
     """
 
+    words = "{kernels} optimizer"
     modes = frozenset({"train"})
     sets = frozenset({"optimizer.implementation"})
 
     kernels: Literal["fused", "foreach"] = "fused"
     """``fused``: one kernel for the whole update. ``foreach``: one kernel per operation, for all parameters."""
-
-    def describe(self) -> str:
-        """Names the implementation."""
-        return f"{self.kernels} optimizer"
 
     def apply(self, candidate: Candidate) -> Candidate:
         """The same model with the setting ``optimizer.implementation``; the Trainer applies it."""

@@ -36,6 +36,7 @@ class PruneChannels(Pass):
     Source: Fang et al. 2023, https://arxiv.org/abs/2301.12900; https://github.com/VainF/Torch-Pruning
     """
 
+    words = "{keep:.0%} of the channels"
     exact = False  # fewer channels change the outputs
     compresses = True
     requires = ("torch_pruning",)
@@ -47,10 +48,6 @@ class PruneChannels(Pass):
         super().__post_init__()
         if not 0 < self.keep < 1:
             raise UsageError(f"prune_channels: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    def describe(self) -> str:
-        """Says how many channels stay."""
-        return f"{self.keep:.0%} of the channels"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs at least two layers, one of them with more than 8 channels."""

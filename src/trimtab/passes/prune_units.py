@@ -34,6 +34,7 @@ class PruneUnits(Pass):
     Source: Michel et al. 2019, https://arxiv.org/abs/1905.10650 (heads); McCarley et al. 2019, https://arxiv.org/abs/1910.06360
     """
 
+    words = "{keep:.0%} of the feed-forward units and heads"
     exact = False  # fewer units change the outputs
     compresses = True
 
@@ -44,10 +45,6 @@ class PruneUnits(Pass):
         super().__post_init__()
         if not 0 < self.keep < 1:
             raise UsageError(f"prune_units: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    def describe(self) -> str:
-        """Says how many units stay."""
-        return f"{self.keep:.0%} of the feed-forward units and heads"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a wide linear layer between two narrow ones, or attention heads."""

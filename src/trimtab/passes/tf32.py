@@ -21,13 +21,10 @@ class Tf32(Pass):
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
 
+    words = "products in TensorFloat-32"
     exact = False  # 10 bits of mantissa instead of 23 change the outputs
     modes = frozenset({"train"})
     sets = frozenset({"precision.tf32"})
-
-    def describe(self) -> str:
-        """Names the format."""
-        return "products in TensorFloat-32"
 
     def why_not_here(self) -> str | None:
         """Needs an Ampere GPU or a newer one."""
