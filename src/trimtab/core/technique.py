@@ -162,6 +162,28 @@ class Pass(Technique):
         """
 
 
+class SettingPass(Pass):
+    """A pass that changes one setting: to the value of its only field, or to ``True``."""
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """The same model with the setting, which backends and the Trainer apply."""
+        (setting,) = self.sets
+        return candidate.with_settings({setting: next(iter(vars(self).values()), True)})
+
+
+class ShrinkingPass(Pass):
+    """A pass that makes another, smaller network. Its fields are shares of what stays."""
+
+    exact = False
+    compresses = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, share in vars(self).items():
+            if not 0 < share < 1:
+                raise UsageError(f"{self.name}: {field} is {share!r}; it must be above 0 and below 1.")
+
+
 PASSES: Registry[Pass] = Registry("pass", "trimtab.passes", Pass)  # type: ignore[type-abstract]
 
 

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autocast(Pass):
+class Autocast(SettingPass):
     """Run matrix products and convolutions in 16 bits and the rest in 32 bits.
 
     Pays off if the processor has 16-bit instructions (AVX512-BF16, AMX, tensor cores). Without them it is slow: on one such CPU
@@ -38,10 +38,6 @@ class Autocast(Pass):
         if not any(p.dtype is torch.float32 for p in candidate.model.parameters()):
             return "autocast needs float32 weights, and the model has none."
         return self._failure(candidate)
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``precision.autocast``, which backends apply."""
-        return candidate.with_settings({"precision.autocast": self.dtype})
 
     def _failure(self, candidate: Candidate) -> str | None:
         """The error of a run under autocast, or ``None``. Only a run shows which operators have 16-bit kernels."""

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
-from trimtab.core.technique import Choice, Pass
-from trimtab.errors import CompileError, UsageError
+from trimtab.core.technique import Choice, ShrinkingPass
+from trimtab.errors import CompileError
 from trimtab.passes.common.structure import STEP, difference, kept, linears
 from trimtab.tensors.structure import cloned
 
@@ -23,7 +23,7 @@ MOST_CALLS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Pass):
+class LowRank(ShrinkingPass):
     """Replace the weight of each large linear layer by the product of two smaller matrices, by a singular value decomposition.
 
     Pays off for files and latency of models that consist of wide linear layers which cannot be pruned; at the same speed
@@ -35,16 +35,9 @@ class LowRank(Pass):
     """
 
     words = "linear layers of lower rank, {share:.0%} of their weights"
-    exact = False  # a lower rank changes the outputs
-    compresses = True
 
     share: Annotated[float, Choice(0.75, 0.5, 0.25)] = 0.5
     """Share of each layer's weights that stay, which decides the rank."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.share < 1:
-            raise UsageError(f"low_rank: share is {self.share!r}; it must be above 0 and below 1.")
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a linear layer for which two matrices are smaller."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Choice, Pass
+from trimtab.core.technique import Choice, SettingPass
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch(Pass):
+class MicroBatch(SettingPass):
     """Split the loader's batches and accumulate the gradients of the parts. Updates stay the same.
 
     Pays off if the activations of a whole batch exceed the processor's caches or the memory. With BatchNorm or dropout, parts
@@ -31,7 +31,3 @@ class MicroBatch(Pass):
         if self.size >= rows:
             return f"micro_batch takes batches apart that have more than {self.size} examples, and these have no more."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``data.micro_batch``; the Trainer splits the batches."""
-        return candidate.with_settings({"data.micro_batch": self.size})

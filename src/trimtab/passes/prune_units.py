@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
-from trimtab.core.technique import Choice, Pass
-from trimtab.errors import CompileError, UsageError
+from trimtab.core.technique import Choice, ShrinkingPass
+from trimtab.errors import CompileError
 from trimtab.passes.common.structure import STEP, clear_inputs, difference, keep_inputs, keep_outputs, kept, linears
 from trimtab.tensors.structure import cloned
 
@@ -22,7 +22,7 @@ MOST_CALLS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneUnits(Pass):
+class PruneUnits(ShrinkingPass):
     """Remove the feed-forward units and attention heads of a transformer that contribute least to its outputs.
 
     Pays off where linear layers dominate, as in encoders with many tokens: a small sentence encoder with half of both ran 2.25
@@ -35,16 +35,9 @@ class PruneUnits(Pass):
     """
 
     words = "{keep:.0%} of the feed-forward units and heads"
-    exact = False  # fewer units change the outputs
-    compresses = True
 
     keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5
     """Share of the units and heads that stay."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.keep < 1:
-            raise UsageError(f"prune_units: keep is {self.keep!r}; it must be above 0 and below 1.")
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a wide linear layer between two narrow ones, or attention heads."""

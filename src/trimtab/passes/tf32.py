@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 
 NEEDED = (8, 0)
 """Compute capability of Ampere GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tf32(Pass):
+class Tf32(SettingPass):
     """Round the inputs of float32 products to 10 bits of mantissa, so that tensor cores can multiply them.
 
     Pays off on NVIDIA GPUs since Ampere, for all products in float32, with or without mixed precision for the others.
@@ -42,7 +42,3 @@ class Tf32(Pass):
         if torch.cuda.get_device_capability(device) < NEEDED:
             return f"tf32 needs compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``precision.tf32``; the Trainer sets torch's precision."""
-        return candidate.with_settings({"precision.tf32": True})
