@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,15 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
-from trimtab.core.candidate import MODEL_ERRORS, Candidate
+from trimtab.core.candidate import Candidate
 from trimtab.core.technique import Choice, ShrinkingPass
 from trimtab.errors import CompileError
-from trimtab.passes.common.structure import STEP, difference, kept, linears
-from trimtab.tensors.structure import cloned
-
-MOST_CALLS = 16
-"""Calibration calls on which inputs of layers are measured."""
-
+from trimtab.passes.common.structure import STEP, difference, kept, linears, sums_of_inputs
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(ShrinkingPass):
@@ -99,23 +93,8 @@ def _factors(weight: torch.Tensor, root: torch.Tensor | None, rank: int) -> tupl
 
 def _input_roots(candidate: Candidate, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """A matrix C for each layer with C C^T equal to the Gram matrix of its inputs on the calibration data, in float64."""
-    model, sums = candidate.own_model(), dict[str, torch.Tensor]()
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            rows = inputs[0].detach().double().flatten(0, -2)
-            sums[name] = sums.get(name, torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)) + rows.T @ rows
-
-        return hook
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    with contextlib.suppress(*MODEL_ERRORS), torch.no_grad():  # weights alone decide where it fails
-        for args, kwargs in candidate.calibration[:MOST_CALLS]:
-            model(*cloned(args), **cloned(dict(kwargs)))
-    for handle in handles:
-        handle.remove()
     roots = {}
-    for name, gram in sums.items():
+    for name, gram in sums_of_inputs(candidate, names, lambda rows: rows.double().T @ rows.double()).items():
         # directions that the inputs never take count a little, so that the root can be inverted
         gram = gram + gram.diagonal().mean().clamp_min(1e-12) * 1e-4 * torch.eye(len(gram), dtype=torch.float64)
         roots[name] = torch.linalg.cholesky(gram)
