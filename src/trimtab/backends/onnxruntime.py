@@ -146,6 +146,7 @@ class OnnxRuntime(Backend):
     """
 
     requires = ("onnx", "onnxscript", "onnxruntime")
+    packages = ("onnxruntime", "numpy")
     honours = frozenset({"threads", "data.batch"})
     own_graph = True
     tells_fallbacks = True  # a session cannot be created for a graph with an operator without kernel
@@ -198,10 +199,6 @@ class OnnxRuntime(Backend):
     def arithmetic(self) -> str:
         """Both int8 precisions compute products in int8."""
         return "float32" if self.precision == "f32" else "int8"
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("onnxruntime", "numpy")
 
     def why_not_here(self) -> str | None:
         """Forms for CPUs without VNNI."""

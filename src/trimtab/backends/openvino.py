@@ -153,6 +153,7 @@ class OpenVino(Backend):
     """
 
     requires = ("openvino",)
+    packages = ("openvino", "numpy")
     honours = frozenset({"threads", "data.batch"})
     own_graph = True
     tells_fallbacks = True
@@ -217,10 +218,6 @@ class OpenVino(Backend):
     def arithmetic(self) -> str:
         """With int8 weights only, products are computed in float32."""
         return {"int8_static": "int8", "bf16": "bfloat16"}.get(self.precision, "float32")
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("openvino", "numpy")
 
     def why_not_here(self) -> str | None:
         """Int8 needs nncf; bfloat16 needs CPU instructions."""
