@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, share
+from trimtab.checks._script import share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -34,8 +34,7 @@ class AccumulationSync(ScriptCheck):
             "backward pass of an update under model.no_sync()."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"reductions_per_update": ranks.reductions, "communication_share": share(subject, "communication")},
                 where=subject.anchor_site,

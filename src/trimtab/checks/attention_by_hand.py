@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
+from trimtab.checks._script import edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -50,8 +50,7 @@ class AttentionByHand(ScriptCheck):
             f"{how}."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"attention_share": taken, "softmaxes_per_step": calls, "eager": bool(eager)},
                 where=where,

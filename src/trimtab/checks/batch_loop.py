@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import batch_size, edit, lines, note, part, per_example
+from trimtab.checks._script import batch_size, edit, lines, part, per_example
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -44,7 +44,7 @@ class BatchLoop(ScriptCheck):
                     f"batch, {taken:.0%} of a step. Stack the examples and call it once."
                 )
                 evidence = {"calls_per_step": module.calls, "batch_size": size}
-                return [note(self, message, evidence=evidence, category="step", share=taken)]
+                return [self.note(message, evidence=evidence, category="step", share=taken)]
         calls = {each.site: each for each in subject.operators if per_example(each.site_calls, size)}
         # a line that was counted tells: one call of a model calls operators any number of times
         seen = lines(subject, "forward", "other", "copy", "synchronization")
@@ -67,8 +67,7 @@ class BatchLoop(ScriptCheck):
             f"operators that are called as often take {taken:.0%} of a step. Write it as operations over the batch."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"runs_per_step": often, "batch_size": size, "lines_share": rows, "operators_share": taken},
                 where=line.site,

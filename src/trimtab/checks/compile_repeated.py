@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, part
+from trimtab.checks._script import edit, part
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -39,8 +39,7 @@ class CompileRepeated(ScriptCheck):
             f"{counted(subject.steps, 'step')}{cost}. Compile once before the loop, and call the result in it."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"calls_per_step": often, "compile_share": taken},
                 where=call.site,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, on_gpu, share
+from trimtab.checks._script import edit, on_gpu, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -36,8 +36,7 @@ class Copies(ScriptCheck):
         )
         advice = "Pin the loader's memory, and copy with non_blocking=True."
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"copy_share": taken, "batch_mb": loader.batch_bytes / 1e6},
                 where=loader.site,

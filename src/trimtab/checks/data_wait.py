@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, share, slow_loaders
+from trimtab.checks._script import edit, share, slow_loaders
 from trimtab.checks.one_by_one import OneByOne
 from trimtab.checks.slow_example import SlowExample
 from trimtab.checks.small_files import SmallFiles
@@ -43,8 +43,7 @@ class DataWait(ScriptCheck):
             "faster: fewer conversions, and batches that are read at once."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"wait_share": waits, "wait_ms": loader.wait_ms, "workers": loader.workers},
                 where=loader.site,

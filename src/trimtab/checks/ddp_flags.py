@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note
+from trimtab.checks._script import edit
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -28,7 +28,7 @@ class DdpFlags(ScriptCheck):
             return []
         if ranks.kind == "data_parallel":
             message = "DataParallel copies the model to each GPU in each step. Use DistributedDataParallel with torchrun."
-            return [note(self, message, evidence={"kind": ranks.kind}, category="run")]
+            return [self.note(message, evidence={"kind": ranks.kind}, category="run")]
         if ranks.kind != "ddp" or not ranks.find_unused or ranks.unused_found:
             return []
         site = next((site for site, text in subject.texts.items() if "find_unused_parameters" in text), None)
@@ -43,8 +43,7 @@ class DdpFlags(ScriptCheck):
             else {"DDP": change["DistributedDataParallel"]}
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"find_unused_parameters": True, "unused": False},
                 where=site,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note
+from trimtab.checks._script import edit
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -52,8 +52,7 @@ class DebugLeftOn(ScriptCheck):
             change = {"set_detect_anomaly": {"": "False"}, "use_deterministic_algorithms": {"": "False"}}
             able = {name: new for name, new in change.items() if name in subject.texts.get(where or "", "")}
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"flag": flag},
                     where=where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, run_share
+from trimtab.checks._script import edit, run_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -38,8 +38,7 @@ class EpochStart(ScriptCheck):
         )
         keep = {"persistent_workers": "True"}
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"run_share": taken, "start_ms": loader.start_ms, "starts": loader.iterators},
                 where=loader.site,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, lines, note, run_share
+from trimtab.checks._script import edit, lines, run_share
 from trimtab.checks.gradients_for_nothing import GradientsForNothing
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import Phase, ProbeRecord
@@ -42,8 +42,7 @@ class EvaluationShare(ScriptCheck):
             "a part of the data."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"run_share": taken, "seconds": subject.run_s.get("evaluation", 0.0)},
                 where=where,

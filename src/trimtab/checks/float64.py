@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
+from trimtab.checks._script import edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -41,8 +41,7 @@ class Float64(ScriptCheck):
                 "step is spent there. Convert the model and its data to float32 once."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"model_share": time, "parameters": module.dtype, "batches_in_float64": bool(loaders)},
                     where=where,
@@ -59,8 +58,7 @@ class Float64(ScriptCheck):
                 f"in float32: {time:.0%} of a step reads, copies and converts them. Convert the data to float32 once."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"data_share": time, "batch_mb": loader.batch_bytes / 1e6},
                     where=loader.site,

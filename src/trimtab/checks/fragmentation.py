@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -39,8 +38,7 @@ class Fragmentation(ScriptCheck):
             f"them: {taken:.0%} lie in gaps. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"reserved_mb": memory.reserved_mb, "allocated_mb": memory.allocated_mb},
                 category="memory",

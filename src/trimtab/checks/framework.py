@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import lines, note, share
+from trimtab.checks._script import lines, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -35,8 +35,7 @@ class Framework(ScriptCheck):
             "own lines: in the framework that runs them. Use larger batches, fewer callbacks, or a loop of your own."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"other_share": other, "own_lines_share": own},
                 category="step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, part, run_share, under_no_grad
+from trimtab.checks._script import part, run_share, under_no_grad
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -45,8 +45,7 @@ class GradientsForNothing(ScriptCheck):
                 new = under_no_grad(subject.texts.get(where, ""))
                 change = CodeEdit(site=where, advice="Run it under torch.no_grad().", replacement=new)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"calls_share": module.gradients_unused, "unused_ms": module.unused_ms, "share": taken},
                     where=where,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note
+from trimtab.checks._script import edit
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -34,8 +34,7 @@ class GraphBreaks(ScriptCheck):
                 "compiled function, and check with fullgraph=True."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"graph_breaks": each.graph_breaks, "compile_ms": each.ms, "reason": each.reason},
                     where=each.site or None,

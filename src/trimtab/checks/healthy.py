@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, share
+from trimtab.checks._script import share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -32,4 +32,4 @@ class Healthy(ScriptCheck):
             f"Nothing was found: {computing:.0%} of a step is the forward pass, the backward pass and the update. The script "
             "is bound by its computation."
         )
-        return [note(self, message, evidence={"computing_share": computing}, category="step", share=0.0)]
+        return [self.note(message, evidence={"computing_share": computing}, category="step", share=0.0)]

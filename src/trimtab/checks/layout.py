@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, share
+from trimtab.checks._script import edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ModuleRecord, OperatorRecord, ProbeRecord
 from trimtab.core.finding import Finding
@@ -61,8 +61,7 @@ class Layout(ScriptCheck):
             f"{module.name}{more} has {counted(module.convolutions, 'convolution')}, {last} of them in channels_last, in "
             f"{time:.0%} of a step. Convert the model and its inputs with .to(memory_format=torch.channels_last)."
         )
-        return note(
-            self,
+        return self.note(
             message,
             evidence={"convolutions": module.convolutions, "in_channels_last": module.channels_last, "model_share": time},
             category="step",
@@ -79,8 +78,7 @@ class Layout(ScriptCheck):
             f"layout{at}: {copied:.0%} of a step. Leave .contiguous() out, or give it memory_format=torch.channels_last."
         )
         change = {"contiguous": {"memory_format": "torch.channels_last"}}
-        return note(
-            self,
+        return self.note(
             message,
             evidence={"copies_share": copied, "copies_per_step": calls, "inputs_in_channels_last": module.inputs_channels_last},
             where=where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import LOGGING, does, edit, lines, note, share
+from trimtab.checks._script import LOGGING, does, edit, lines, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -39,8 +39,7 @@ class Logging(ScriptCheck):
         message = f"Writing logs takes {taken:.0%} of every step, most of it {what}. Log every n-th step instead."
         often = sum(call.calls for call in calls)
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"logging_share": taken, "calls_per_step": often},
                 where=where,

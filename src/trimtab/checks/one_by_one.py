@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, slow_loaders, waiting
+from trimtab.checks._script import edit, slow_loaders, waiting
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -43,8 +43,7 @@ class OneByOne(ScriptCheck):
             )
             settings = LoaderSettings(batch_fetch=True, workers=0 if loader.workers else None)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"wait_share": waits, "us_per_example": each, "batch_size": size},
                     where=loader.site,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, part
+from trimtab.checks._script import edit, part
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -46,8 +46,7 @@ class OptimizerLoop(ScriptCheck):
                 f"{taken:.0%} of a step. Give it {kernel}=True."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"optimizer_share": taken, "tensors": optimizer.tensors, "kernel": optimizer.kernel},
                     where=optimizer.site,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
+from trimtab.checks._script import edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -36,8 +36,7 @@ class Padding(ScriptCheck):
             )
             advice = "Pad in the collate function to the longest sequence of the batch instead of a fixed length."
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"padding": loader.padding, "batch_size": loader.batch_size},
                     where=loader.site,

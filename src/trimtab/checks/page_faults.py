@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, part
+from trimtab.checks._script import part
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -39,8 +39,7 @@ class PageFaults(ScriptCheck):
             "keep_freed."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"faults_per_step": faults, "share": taken},
                 category="step",

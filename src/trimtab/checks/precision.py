@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import note, on_gpu, share
+from trimtab.checks._script import on_gpu, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -51,8 +51,7 @@ class Precision(ScriptCheck):
             f"step, and {by} has instructions for bfloat16. Run the forward pass under torch.autocast(dtype=torch.bfloat16)."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"matrix_products": module.matrix_products, "model_share": time},
                 category="precision",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, part
+from trimtab.checks._script import edit, part
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -34,8 +34,7 @@ class Recompiles(ScriptCheck):
                 f"all{why}. Pad to few shapes, or mark the size with torch._dynamo.mark_dynamic or dynamic=True."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"recompiles": each.recompiles, "compile_ms": each.ms, "reason": each.reason},
                     where=each.site or None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, lines, note, run_share, share
+from trimtab.checks._script import edit, lines, run_share, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -43,8 +43,7 @@ class SavingShare(ScriptCheck):
             "write it in a thread (torch.distributed.checkpoint.async_save)."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"step_share": step, "run_share": run, "saves_per_step": sum(call.calls for call in saves)},
                 where=where,

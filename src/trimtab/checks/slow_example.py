@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, batch_size, does, edit, listed, note, reading_lines, share
+from trimtab.checks._script import FILES, batch_size, does, edit, listed, reading_lines, share
 from trimtab.checks.workers_few import WorkersFew
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
@@ -51,8 +51,7 @@ class SlowExample(ScriptCheck):
         )
         advice = "This line runs for every example: compute it once before the training, or for a batch in one call."
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"lines_share": taken, "first_runs": slow[0].runs, "wait_share": share(subject, "data")},
                 where=slow[0].site,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, does, edit, listed, note, reading_lines, share
+from trimtab.checks._script import FILES, does, edit, listed, reading_lines, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -44,8 +44,7 @@ class SmallFiles(ScriptCheck):
             "map them with numpy.load(path, mmap_mode='r')."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"opens_per_example": opens, "lines_share": told, "wait_share": waits},
                 where=where,

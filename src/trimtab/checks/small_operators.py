@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, on_gpu, share
+from trimtab.checks._script import on_gpu, share
 from trimtab.checks.debug_left_on import SWITCHED
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
@@ -45,8 +45,7 @@ class SmallOperators(ScriptCheck):
         )
         able = on_gpu(subject) or environment.compiler is not None
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"operators_per_step": calls, "short_share": short},
                 category="step",

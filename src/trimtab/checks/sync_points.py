@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, on_gpu, share
+from trimtab.checks._script import edit, on_gpu, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -39,8 +39,7 @@ class SyncPoints(ScriptCheck):
             "every n-th step. The gain was not measured."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"synchronization_share": taken, "calls_per_step": sum(call.calls for call in blocking)},
                 where=where,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, on_gpu, share
+from trimtab.checks._script import edit, on_gpu, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -49,8 +49,7 @@ class Threads(ScriptCheck):
         )
         change = {"set_num_threads": {"": str(fitting)}}
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"threads": subject.threads, "cores": subject.cores, "ranks": ranks, "cpu_share": subject.cpu_share},
                 where=where,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, part
+from trimtab.checks._script import part
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -37,8 +37,7 @@ class UnevenRanks(ScriptCheck):
             "Give the ranks batches of equal cost: sort by length, and share the data evenly."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"skew_ms": late, "share": taken},
                 category="run",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, slow_loaders, waiting
+from trimtab.checks._script import edit, slow_loaders, waiting
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import LoaderRecord, ProbeRecord
 from trimtab.core.finding import Finding
@@ -47,8 +47,7 @@ class WorkersFew(ScriptCheck):
             keywords = {"num_workers": str(workers), "persistent_workers": "True"}
             hides = self.hides(subject, loader, reads, workers)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"wait_share": waits, "read_ms": reads, "workers": loader.workers, "cores": subject.cores},
                     where=loader.site,

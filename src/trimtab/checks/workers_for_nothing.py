@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, slow_loaders, waiting
+from trimtab.checks._script import edit, slow_loaders, waiting
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -45,8 +45,7 @@ class WorkersForNothing(ScriptCheck):
             )
             settings = LoaderSettings(workers=0, batch_fetch=quick)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={
                         "wait_share": waits,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
+from trimtab.checks._script import edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -37,8 +37,7 @@ class ZeroFill(ScriptCheck):
         )
         change = {"zero_grad": {"set_to_none": "True"}}
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"zero_grad_share": taken, "calls_per_step": filled},
                 where=where,
