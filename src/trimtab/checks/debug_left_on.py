@@ -58,9 +58,7 @@ class DebugLeftOn(ScriptCheck):
                     where=where,
                     category="run",
                     settings=settings,
-                    edit=None
-                    if where is None
-                    else edit(subject, where, "Turn it off except when looking for an error.", **able),
+                    edit=edit(subject, where, "Turn it off except when looking for an error.", **able),
                 )
             )
         return found

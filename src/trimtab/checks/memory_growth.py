@@ -51,8 +51,6 @@ class MemoryGrowth(ScriptCheck):
                 evidence={"mb_per_step": memory.growth_mb, "at_least_mb": memory.growth_low_mb, "rises": memory.rises},
                 where=where,
                 category="memory",
-                edit=None
-                if where is None
-                else edit(subject, where, "Keep a number (.item()) or a detached tensor, not the graph."),
+                edit=edit(subject, where, "Keep a number (.item()) or a detached tensor, not the graph."),
             )
         ]

@@ -48,9 +48,7 @@ class SavingShare(ScriptCheck):
                 evidence={"step_share": step, "run_share": run, "saves_per_step": sum(call.calls for call in saves)},
                 where=where,
                 category="run",
-                edit=None
-                if where is None
-                else edit(subject, where, "Save more rarely, or write a copy of the state in a thread."),
+                edit=edit(subject, where, "Save more rarely, or write a copy of the state in a thread."),
                 ceiling=ScriptSettings(without="saving"),
                 share=taken,
             )

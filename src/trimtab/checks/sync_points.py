@@ -44,9 +44,7 @@ class SyncPoints(ScriptCheck):
                 evidence={"synchronization_share": taken, "calls_per_step": sum(call.calls for call in blocking)},
                 where=where,
                 category="step",
-                edit=None
-                if where is None
-                else edit(subject, where, "Keep the value as a tensor (.detach()), and read it every n-th step."),
+                edit=edit(subject, where, "Keep the value as a tensor (.detach()), and read it every n-th step."),
                 ceiling=ScriptSettings(without="synchronization"),
                 share=taken,
             )
