@@ -16,6 +16,7 @@ from trimtab.core.technique import Choice, ShrinkingPass
 from trimtab.errors import CompileError
 from trimtab.passes.common.structure import STEP, difference, kept, linears, sums_of_inputs
 
+
 @dataclass(frozen=True, kw_only=True)
 class LowRank(ShrinkingPass):
     """Replace the weight of each large linear layer by the product of two smaller matrices, by a singular value decomposition.

@@ -24,6 +24,7 @@ from trimtab.passes.common.structure import (
     sums_of_inputs,
 )
 
+
 @dataclass(frozen=True, kw_only=True)
 class PruneUnits(ShrinkingPass):
     """Remove the feed-forward units and attention heads of a transformer that contribute least to its outputs.

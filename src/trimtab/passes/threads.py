@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from trimtab.core.candidate import Candidate
 from trimtab.core.technique import Choice, SettingPass
 from trimtab.errors import UsageError
 from trimtab.hardware import system
