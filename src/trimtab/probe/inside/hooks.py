@@ -66,7 +66,6 @@ def optimizer_entry(optimizer: torch.optim.Optimizer) -> Optimizer:
     return found
 
 
-_before_step: list[Callable[[Optimizer, torch.optim.Optimizer], None]] = []
 _after_step: list[Callable[[Optimizer], None]] = []
 _depths: list[int] = []
 _closures: list[int] = []
@@ -87,9 +86,7 @@ def _install_optimizers() -> None:
             return None
         _depths.append(clock.enter(clock.PROBE))
         _closures.append(0)
-        entry = optimizer_entry(optimizer)
-        for callback in _before_step:
-            callback(entry, optimizer)
+        optimizer_entry(optimizer)
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         clock.switch(clock.OPTIMIZER)
         if not callable(closure):
@@ -121,15 +118,10 @@ def _install_optimizers() -> None:
     register_optimizer_step_post_hook(post)
 
 
-def on_optimizer_step(
-    before: Callable[[Optimizer, torch.optim.Optimizer], None] | None = None, after: Callable[[Optimizer], None] | None = None
-) -> None:
-    """Call ``before`` and ``after`` each ``step()`` of any optimizer, third-party ones too."""
+def on_optimizer_step(after: Callable[[Optimizer], None]) -> None:
+    """Call ``after`` each ``step()`` of any optimizer, third-party ones too."""
     _install_optimizers()
-    if before is not None:
-        _before_step.append(before)
-    if after is not None:
-        _after_step.append(after)
+    _after_step.append(after)
 
 
 _losses: list[Callable[[float], None]] = []
