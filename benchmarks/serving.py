@@ -55,7 +55,8 @@ import psutil
 from serving_report import PEERS, Store, median, verdicts
 
 from trimtab._internal.units import seconds
-from trimtab.hardware.environment import Environment, cache_folder
+from trimtab.hardware.environment import Environment
+from trimtab.hardware.system import cache_folder
 from trimtab.measure.host import others
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -29,8 +29,8 @@ from trimtab.artifact.manifest import findings
 from trimtab.artifact.staging import fresh_folder
 from trimtab.artifact.test_vectors import Golden
 from trimtab.backends.aoti import Aoti
-from trimtab.backends.common.exported_program import quiet
 from trimtab.backends.common.openvino_conversion import no_telemetry
+from trimtab.backends.common.process_lock import quiet
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino

@@ -14,8 +14,9 @@ from torch import nn
 
 from trimtab.backends.common import causes, onnx_export, onnx_int8
 from trimtab.backends.common import scratch as _scratch
-from trimtab.backends.common.foreign import calibration_rows, no_numpy_form, quiet, wrong_graph
+from trimtab.backends.common.foreign import calibration_rows, no_numpy_form, wrong_graph
 from trimtab.backends.common.io_names import plain_names
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
 from trimtab.core.settings import Settings

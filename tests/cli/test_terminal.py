@@ -25,9 +25,10 @@ from rich.console import Console
 from _faulty import write
 from _workers import workers_that_stay
 from trimtab import errors
+from trimtab._internal.text import clock
 from trimtab.cli import environment
 from trimtab.cli._boundary import again
-from trimtab.cli._progress import Board, Lines, Quiet, Reflowing, clock, view
+from trimtab.cli._progress import Board, Lines, Quiet, Reflowing, view
 from trimtab.cli.main import COMMANDS, FIRST_STEPS, app, main
 from trimtab.core.backend import BACKENDS
 from trimtab.core.limits import Limits

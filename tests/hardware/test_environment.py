@@ -20,12 +20,12 @@ from trimtab.hardware.environment import (
     OPTIONAL,
     Environment,
     Gpu,
-    cache_folder,
     has_vnni,
     instruction_sets,
     measured_peaks,
 )
 from trimtab.hardware.peaks import Peaks, Rate
+from trimtab.hardware.system import cache_folder
 
 
 @pytest.fixture(scope="module")

@@ -54,11 +54,10 @@ def test_t_quantile(p: float, df: float, value: float) -> None:
     assert quantiles.t_quantile(0.5, df) == 0
 
 
-def test_clopper_pearson_in_closed_form() -> None:
+def test_the_beta_distribution_in_closed_form() -> None:
     for n in (1, 10, 450, 100_000):
-        assert quantiles.clopper_pearson_upper(0, n) == pytest.approx(1 - 0.05 ** (1 / n), rel=1e-9)
-    assert quantiles.clopper_pearson_upper(9, 10) == pytest.approx(0.95**0.1)
-    assert quantiles.clopper_pearson_upper(10, 10) == 1
+        assert quantiles.beta_quantile(0.95, 1, n) == pytest.approx(1 - 0.05 ** (1 / n), rel=1e-9)
+    assert quantiles.beta_quantile(0.95, 10, 1) == pytest.approx(0.95**0.1)
 
 
 @given(st.floats(0.01, 0.99), st.floats(0.5, 500), st.floats(0.5, 500))

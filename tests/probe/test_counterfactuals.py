@@ -9,18 +9,18 @@ import sys
 
 import pytest
 
-from trimtab.core.evidence import LoaderRecord, MemoryRecord, ModuleRecord, OptimizerRecord, ProbeRecord
+from trimtab.core.evidence import LoaderRecord, ProbeRecord
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 from trimtab.errors import UsageError
-from trimtab.hardware.environment import Environment
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence, fingerprints
-from trimtab.probe.counterfactuals import Outcome, confirm, described, measure
+from trimtab.probe.counterfactuals import Outcome, confirm, measure
 from trimtab.probe.loss_runs import verdict
 from trimtab.probe.serving import failure
 from trimtab.probe.tuning import _choices
+from trimtab.report.doctor_words import described
 
 SCRIPT = """\
 import sys
@@ -79,7 +79,7 @@ def test_settings_are_timed_in_turns_with_their_losses(script: pathlib.Path) -> 
     assert (faster.losses, faster.how, faster.failed) == ("equal", "one process", None)
     assert read.gain is not None
     assert read.how == "fresh processes"
-    assert "anomaly mode off" in told
+    assert "anomaly mode and profiler off" in told
 
 
 def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathlib.Path) -> None:
@@ -167,24 +167,11 @@ def test_a_failure_is_told_in_a_sentence() -> None:
 
 
 def test_candidates_fit_what_was_seen() -> None:
-    here = Environment.capture()
-    assert candidates(record(), here) == []
-    loader = LoaderRecord(site="train.py:3", dataset="Images", batch_size=8, batches=40, wait_ms=1.0, padding=0.5)
-    seen = record(
-        flags={"anomaly mode": "train.py:8"},
-        loaders=(loader,),
-        optimizers=(OptimizerRecord(site="a:1", name="Adam", tensors=9, elements=99, kernel="single", can_fuse=True),),
-        modules=(ModuleRecord(name="Net", parameters=9, gradients_unused=0.5, convolutions=2, compiled=True),),
-        memory=MemoryRecord(peak_mb=1, at_start_mb=1, page_faults=2000),
-        cores=2,
-        threads=2,
-    )
-    found = candidates(seen, here)
-    words = [described(each) for each in found]
-    assert words[:3] == ["anomaly mode off", "no gradients in evaluation mode", "trimmed padding"]
-    assert {"fused optimizer", "channels last", "freed memory kept", "1 thread"} <= set(words)
-    assert "1 worker, persistent workers (train.py:3)" in words
-    assert all("worker" not in described(each) for each in candidates(record(loaders=(loader,), cores=1), here))
+    assert [described(each) for each in candidates(record())] == []
+    loader = LoaderRecord(site="train.py:3", dataset="Images", batch_size=8, batches=40, wait_ms=1.0)
+    words = [described(each) for each in candidates(record(loaders=(loader,), cores=2, threads=2))]
+    assert words == ["1 worker, kept over epochs (train.py:3)", "1 thread"]
+    assert all("worker" not in described(each) for each in candidates(record(loaders=(loader,), cores=1)))
 
 
 def test_settings_that_pay_are_merged_one_for_each_loader() -> None:

@@ -43,6 +43,13 @@ def listed(items: Sequence[object], most: int = 3) -> str:
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
+def clock(seconds: float) -> str:
+    """``seconds`` as ``1:02`` or ``1:02:03``."""
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def of_type(value: object) -> str:
     """The type of ``value`` with its article, such as ``an int``; ``None`` gives ``None``."""
     name = type(value).__name__

@@ -49,16 +49,8 @@ def outside_workers(what: str) -> None:
         )
 
 
-class user_code:
-    """Context manager that turns an error of the user's code into a :class:`WorkloadError`. The message names the place in the
-    user's code and ends with ``fix``; the original error is its cause.
-
-    An error about shapes or dtypes is followed by those of ``values``, by name; without ``values``, by those of the innermost
-    call of a module or of the user's code.
-    """
-
-    def __init__(self, what: str, fix: str | None = None, values: Mapping[str, Any] | None = None) -> None:
-        self.what, self.fix, self.values = what, fix, values
+class explaining:
+    """Base of context managers that look at an error of their block, and may turn it into another."""
 
     def __enter__(self) -> None:
         return None
@@ -69,6 +61,22 @@ class user_code:
 
     def explain(self, error: BaseException) -> None:
         """Raise what ``error`` becomes; return if that is itself. For ``try``, where ``with`` would call too much too often."""
+        raise NotImplementedError
+
+
+class user_code(explaining):
+    """Context manager that turns an error of the user's code into a :class:`WorkloadError`. The message names the place in the
+    user's code and ends with ``fix``; the original error is its cause.
+
+    An error about shapes or dtypes is followed by those of ``values``, by name; without ``values``, by those of the innermost
+    call of a module or of the user's code.
+    """
+
+    def __init__(self, what: str, fix: str | None = None, values: Mapping[str, Any] | None = None) -> None:
+        self.what, self.fix, self.values = what, fix, values
+
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes; return if that is itself."""
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
             message = f"{self.what}: {_words(error, self._tensors(error))}"
             raise WorkloadError(message if self.fix is None else with_fix(message, self.fix)) from error
@@ -79,16 +87,14 @@ class user_code:
         return tensor_text.of_call(error, _is_own) if self.values is None else tensor_text.described(self.values)
 
 
-class writing:
+class writing(explaining):
     """Context manager that turns an error of a backend that writes its files into a :class:`CompileError`. Errors of the disk
     pass unchanged."""
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes; return if that is itself."""
         own = isinstance(error, (Exception, SystemExit)) and not isinstance(error, (CompileError, OSError))
-        if error is not None and own and not out_of_space(error):
+        if own and not out_of_space(error):
             text = summary_line(error_text(error))
             raise CompileError(f"Writing it failed: {type(error).__name__}: {text}{_place(error)}.") from error
 

@@ -143,3 +143,11 @@ def refuses(function: Callable[..., Any], *arguments: Any) -> TypeError | None:
     except ValueError:
         return None
     return None
+
+
+def length_of(data: Any) -> int | None:
+    """The length of ``data``; ``None`` if it has none, such as a DataLoader over a stream."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None

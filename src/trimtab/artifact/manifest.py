@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+from trimtab._internal.files import sha256
 from trimtab._internal.serialization import dumps, from_json, to_json
 from trimtab._internal.text import counted, with_fix, with_remedy
 from trimtab.core.backend import BACKENDS, Backend
@@ -191,12 +192,6 @@ def file_facts(folder: pathlib.Path) -> dict[str, FileFacts]:
         if name != MANIFEST:
             found[name] = FileFacts(size=path.stat().st_size, sha256=sha256(path))
     return found
-
-
-def sha256(path: pathlib.Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_files(folder: pathlib.Path, manifest: Manifest) -> None:

@@ -8,8 +8,9 @@ import json
 import pathlib
 from typing import ClassVar
 
+from trimtab._internal.files import sha256
 from trimtab._internal.serialization import from_json, write_json
-from trimtab.artifact.manifest import MANIFEST, Manifest, sha256
+from trimtab.artifact.manifest import MANIFEST, Manifest
 from trimtab.core.measurement import Comparison, Interval
 from trimtab.errors import UsageError
 from trimtab.hardware.environment import Environment

@@ -24,12 +24,12 @@ from trimtab.backends.common.exported_program import (
     export_static,
     lost_dims,
     memory_formats,
-    quiet,
     verified,
     written_back,
 )
 from trimtab.backends.common.inductor_process import Mode, options
 from trimtab.backends.common.owned_outputs import in_order
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.settings import Settings
@@ -124,7 +124,6 @@ class Aoti(Backend):
     Source: https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_aot_inductor.html
     """
 
-    name = "aoti"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
     native_code = True
     cost = "minute"

@@ -137,7 +137,6 @@ class Eager(Backend):
     Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#inference-mode
     """
 
-    name = "eager"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
     tells_fallbacks = True  # there are none: all operators are PyTorch's own
 

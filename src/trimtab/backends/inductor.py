@@ -104,7 +104,6 @@ class Inductor(Backend):
     Source: https://docs.pytorch.org/docs/stable/torch.compiler.html
     """
 
-    name = "inductor"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
     cost = "minute"
 

@@ -22,6 +22,7 @@ from trimtab.backends.common.foreign import (
     Row,
     Run,
     calibration_rows,
+    check_fields,
     no_numpy_form,
     put_back,
     read_conversion,
@@ -38,7 +39,7 @@ from trimtab.core.measurement import OperatorTime, operator_shares
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
 from trimtab.core.technique import require
-from trimtab.errors import CompileError, IntegrityError, UsageError
+from trimtab.errors import CompileError, IntegrityError
 from trimtab.hardware import environment
 from trimtab.importers.onnx.session import open_session, runtime_errors
 from trimtab.passes.common.quantized import is_quantized
@@ -144,8 +145,8 @@ class OnnxRuntime(Backend):
     export keeps them. Source: https://onnxruntime.ai/docs/performance/model-optimizations/
     """
 
-    name = "onnxruntime"
     requires = ("onnx", "onnxscript", "onnxruntime")
+    packages = ("onnxruntime", "numpy")
     honours = frozenset({"threads", "data.batch"})
     own_graph = True
     tells_fallbacks = True  # a session cannot be created for a graph with an operator without kernel
@@ -168,17 +169,8 @@ class OnnxRuntime(Backend):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.precision == "f32" and self.operators != "auto":
-            raise UsageError(f"onnxruntime: operators={self.operators} is about int8; precision is f32. Leave it at auto.")
-        if self.float_layers < 0 or (self.float_layers and not self.quantizes):
-            raise UsageError(
-                f"onnxruntime: float_layers={self.float_layers} is about int8, and 0 or more; precision is {self.precision}."
-            )
-        for name, default in (("ranges", "minmax"), ("form", "qdq"), ("full_range", False)):
-            if (value := getattr(self, name)) != default and self.precision != "int8_static":
-                raise UsageError(
-                    f"onnxruntime: {name}={value} is about int8_static, not {self.precision}. Leave it at {default}."
-                )
+        about = {"operators": "int8", "float_layers": "int8"}
+        check_fields(self, about | dict.fromkeys(("ranges", "form", "full_range"), "int8_static"))
 
     def describe(self) -> str:
         words = "float32" if self.precision == "f32" else "int8 weights and activations"
@@ -207,10 +199,6 @@ class OnnxRuntime(Backend):
     def arithmetic(self) -> str:
         """Both int8 precisions compute products in int8."""
         return "float32" if self.precision == "f32" else "int8"
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("onnxruntime", "numpy")
 
     def why_not_here(self) -> str | None:
         """Forms for CPUs without VNNI."""

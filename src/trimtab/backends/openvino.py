@@ -21,6 +21,7 @@ from trimtab.backends.common.foreign import (
     Row,
     Run,
     calibration_rows,
+    check_fields,
     no_numpy_form,
     put_back,
     read_conversion,
@@ -151,8 +152,8 @@ class OpenVino(Backend):
     Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference.html
     """
 
-    name = "openvino"
     requires = ("openvino",)
+    packages = ("openvino", "numpy")
     honours = frozenset({"threads", "data.batch"})
     own_graph = True
     tells_fallbacks = True
@@ -181,20 +182,7 @@ class OpenVino(Backend):
         super().__post_init__()
         if self.streams is not None and self.streams < 1:
             raise UsageError(f"openvino: streams is {self.streams}; it is at least 1, or None to let the hint decide.")
-        if self.operators != "auto" and self.precision != "int8_static":
-            raise UsageError(
-                f"openvino: operators={self.operators} is about int8_static, not {self.precision}. Leave it at auto."
-            )
-        if self.rest != "f32" and not self.quantizes:
-            raise UsageError(
-                f"openvino: rest={self.rest} is about what is not int8; precision is {self.precision}. Leave it at f32."
-            )
-        if self.float_layers < 0 or (self.float_layers and not self.quantizes):
-            raise UsageError(
-                f"openvino: float_layers={self.float_layers} is about int8, and 0 or more; precision is {self.precision}."
-            )
-        if self.ranges != "minmax" and self.precision != "int8_static":
-            raise UsageError(f"openvino: ranges={self.ranges} is about int8_static, not {self.precision}. Leave it at minmax.")
+        check_fields(self, {"operators": "int8_static", "rest": "int8", "float_layers": "int8", "ranges": "int8_static"})
 
     def describe(self) -> str:
         words = {
@@ -230,10 +218,6 @@ class OpenVino(Backend):
     def arithmetic(self) -> str:
         """With int8 weights only, products are computed in float32."""
         return {"int8_static": "int8", "bf16": "bfloat16"}.get(self.precision, "float32")
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("openvino", "numpy")
 
     def why_not_here(self) -> str | None:
         """Int8 needs nncf; bfloat16 needs CPU instructions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 
 from trimtab.backends.common.causes import first_line
-from trimtab.backends.common.exported_program import EXPORT_ERRORS, disagreement, lost_dims, quiet
+from trimtab.backends.common.exported_program import EXPORT_ERRORS, disagreement, lost_dims
 from trimtab.backends.common.owned_outputs import branches, copied, held_by, in_order, lent
+from trimtab.backends.common.process_lock import SHARED
 from trimtab.backends.common.torchscript import SCRIPT, frozen, kept_signature, load_script, save_script, trace_or_script
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
@@ -62,11 +64,8 @@ class TorchScript(Backend):
     Source: https://docs.pytorch.org/docs/stable/jit.html
     """
 
-    name = "torchscript"
+    words = "TorchScript, frozen"
     honours = frozenset({"threads", "memory_format", "precision.autocast", "data.batch", "memory.keep_freed"})
-
-    def describe(self) -> str:
-        return "TorchScript, frozen"
 
     def compile(self, candidate: Candidate) -> Executable:
         """Trace or script a copy, and run it until TorchScript has specialized it."""
@@ -130,5 +129,5 @@ def _fastest(candidate: Candidate, source: torch.jit.ScriptModule) -> tuple[Any,
 
 
 def _optimized(module: Any) -> Any:
-    with quiet(stream=False):
+    with SHARED, warnings.catch_warnings(action="ignore"):
         return torch.jit.optimize_for_inference(module)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import LineRecord, LoaderRecord, Phase, ProbeRecord
 from trimtab.core.finding import Finding
-from trimtab.core.measurement import Scalar
-from trimtab.core.script_settings import CodeEdit, ScriptSettings
+from trimtab.core.script_settings import CodeEdit
 
 FILES = re.compile(
     r"\bopen\(|\.read_(bytes|text|csv|parquet|image|file)\(|\b(np|numpy|torch|json|pickle|h5py|torchaudio)\.load\("
@@ -36,33 +35,6 @@ BATCHES = re.compile(
     + FILES.pattern
 )
 """Lines that make a batch."""
-
-
-def note(
-    check: Check,
-    message: str,
-    *,
-    evidence: Mapping[str, Scalar],
-    category: Literal["data", "step", "precision", "memory", "run"],
-    where: str | None = None,
-    settings: ScriptSettings | None = None,
-    edit: CodeEdit | None = None,
-    ceiling: ScriptSettings | None = None,
-    share: float | None = None,
-) -> Finding:
-    """A finding of ``check`` at the level that findings have before their gain is measured."""
-    return Finding(
-        rule=check.name,
-        level="note",
-        message=message,
-        evidence=evidence,
-        where=where,
-        category=category,
-        settings=settings,
-        edit=edit,
-        ceiling=ceiling,
-        share=share,
-    )
 
 
 def part(record: ProbeRecord, ms: float) -> float:
@@ -125,7 +97,7 @@ def listed(found: Iterable[LineRecord], most: int = 3) -> str:
 
 
 def slow_between(
-    check: Check,
+    check: ScriptCheck,
     record: ProbeRecord,
     slow: list[LineRecord],
     message: str,
@@ -140,8 +112,7 @@ def slow_between(
     if not slow or taken < least:
         return []
     return [
-        note(
-            check,
+        check.note(
             message.format(taken=f"{taken:.0%}", listed=listed(slow)),
             evidence={"lines_share": taken, "first_share": slow[0].share},
             where=slow[0].site,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccumulationSync(Check):
+class AccumulationSync(ScriptCheck):
     """Ranks reduce gradients more than once per update.
 
     Under gradient accumulation only the last backward pass of an update needs the gradients of the other ranks.
     ``no_sync()`` leaves the reductions of the others out.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
-
-    name = "accumulation_sync"
-    about = "script"
 
     reductions: float = 1.5
     """Reductions per update, from which on it is reported."""
@@ -37,8 +34,7 @@ class AccumulationSync(Check):
             "backward pass of an update under model.no_sync()."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"reductions_per_update": ranks.reductions, "communication_share": share(subject, "communication")},
                 where=subject.anchor_site,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
@@ -17,15 +17,12 @@ FOUR = re.compile(r"\[\d+(, \d+){3}\]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionByHand(Check):
+class AttentionByHand(ScriptCheck):
     """Attention is computed as two products with a softmax between.
 
     ``scaled_dot_product_attention`` computes the three in one kernel, which never writes the matrix of weights to memory.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
-
-    name = "attention_by_hand"
-    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""
@@ -53,8 +50,7 @@ class AttentionByHand(Check):
             f"{how}."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"attention_share": taken, "softmaxes_per_step": calls, "eager": bool(eager)},
                 where=where,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import batch_size, edit, lines, note, part, per_example
-from trimtab.core.check import Check
+from trimtab.checks._script import batch_size, edit, lines, part, per_example
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
@@ -18,16 +18,13 @@ def near(a: str, b: str, most: int = 10) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchLoop(Check):
+class BatchLoop(ScriptCheck):
     """A loop in Python calls an operator for each example of a batch.
 
     Each call of an operator from Python takes some microseconds, and works on an example's share of the data. One call
     over the batch does the work of the loop.
     Source: https://docs.pytorch.org/docs/stable/notes/broadcasting.html
     """
-
-    name = "batch_loop"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""
@@ -47,7 +44,7 @@ class BatchLoop(Check):
                     f"batch, {taken:.0%} of a step. Stack the examples and call it once."
                 )
                 evidence = {"calls_per_step": module.calls, "batch_size": size}
-                return [note(self, message, evidence=evidence, category="step", share=taken)]
+                return [self.note(message, evidence=evidence, category="step", share=taken)]
         calls = {each.site: each for each in subject.operators if per_example(each.site_calls, size)}
         # a line that was counted tells: one call of a model calls operators any number of times
         seen = lines(subject, "forward", "other", "copy", "synchronization")
@@ -70,8 +67,7 @@ class BatchLoop(Check):
             f"operators that are called as often take {taken:.0%} of a step. Write it as operations over the batch."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"runs_per_step": often, "batch_size": size, "lines_share": rows, "operators_share": taken},
                 where=line.site,

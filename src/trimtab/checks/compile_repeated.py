@@ -5,24 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, part
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, part
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileRepeated(Check):
+class CompileRepeated(ScriptCheck):
     """torch.compile is called again during the steps.
 
     Each call makes a new wrapper, whose first call traces, checks its guards and may compile anew. Called once before the
     loop, the compiled function is kept.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
-
-    name = "compile_repeated"
-    about = "script"
 
     calls: float = 2.0
     """Calls during the measured steps, from which on it is reported."""
@@ -42,8 +39,7 @@ class CompileRepeated(Check):
             f"{counted(subject.steps, 'step')}{cost}. Compile once before the loop, and call the result in it."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"calls_per_step": often, "compile_share": taken},
                 where=call.site,

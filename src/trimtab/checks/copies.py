@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, on_gpu, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, on_gpu, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies(Check):
+class Copies(ScriptCheck):
     """Batches are copied to the GPU from memory that is not pinned.
 
     A copy from pageable memory goes through a buffer of the driver and blocks the host. From pinned memory it runs beside
     the GPU's work if it is asked for with ``non_blocking=True``.
     Source: https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
     """
-
-    name = "copies"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""
@@ -39,8 +36,7 @@ class Copies(Check):
         )
         advice = "Pin the loader's memory, and copy with non_blocking=True."
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"copy_share": taken, "batch_mb": loader.batch_bytes / 1e6},
                 where=loader.site,

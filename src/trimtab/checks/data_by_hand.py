@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import BATCHES, does, lines, slow_between
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataByHand(Check):
+class DataByHand(ScriptCheck):
     """Lines outside of a loader make the batches.
 
     Without a ``DataLoader`` a batch is made between two steps, by the process that computes them.
     Source: https://docs.pytorch.org/docs/stable/data.html
     """
-
-    name = "data_by_hand"
-    about = "script"
 
     least: float = 0.05
     """Share of a step of all such lines, from which on they are reported."""

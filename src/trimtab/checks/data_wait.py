@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, share, slow_loaders
+from trimtab.checks._script import edit, share, slow_loaders
 from trimtab.checks.one_by_one import OneByOne
 from trimtab.checks.slow_example import SlowExample
 from trimtab.checks.small_files import SmallFiles
 from trimtab.checks.workers_few import WorkersFew
 from trimtab.checks.workers_for_nothing import WorkersForNothing
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -19,16 +19,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataWait(Check):
+class DataWait(ScriptCheck):
     """A step waits for its data, and no other check knows a closer reason.
 
     The share of the wait is the most that any faster loading can save. A run that gets the same batches again measures
     it.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-
-    name = "data_wait"
-    about = "script"
 
     least: float = 0.1
     """Share of a step that waits for the loader, from which on it is reported."""
@@ -46,8 +43,7 @@ class DataWait(Check):
             "faster: fewer conversions, and batches that are read at once."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"wait_share": waits, "wait_ms": loader.wait_ms, "workers": loader.workers},
                 where=loader.site,

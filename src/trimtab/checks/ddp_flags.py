@@ -5,24 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note
-from trimtab.core.check import Check
+from trimtab.checks._script import edit
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpFlags(Check):
+class DdpFlags(ScriptCheck):
     """Distributed training runs with a flag or a wrapper that costs time for nothing.
 
     ``find_unused_parameters`` walks the graph in each step. It is needed only if parameters get no gradient.
     ``DataParallel`` copies the model to each GPU in each step, from one process.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
-
-    name = "ddp_flags"
-    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """``find_unused_parameters`` without unused parameters, and ``DataParallel``."""
@@ -31,7 +28,7 @@ class DdpFlags(Check):
             return []
         if ranks.kind == "data_parallel":
             message = "DataParallel copies the model to each GPU in each step. Use DistributedDataParallel with torchrun."
-            return [note(self, message, evidence={"kind": ranks.kind}, category="run")]
+            return [self.note(message, evidence={"kind": ranks.kind}, category="run")]
         if ranks.kind != "ddp" or not ranks.find_unused or ranks.unused_found:
             return []
         site = next((site for site, text in subject.texts.items() if "find_unused_parameters" in text), None)
@@ -46,8 +43,7 @@ class DdpFlags(Check):
             else {"DDP": change["DistributedDataParallel"]}
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"find_unused_parameters": True, "unused": False},
                 where=site,

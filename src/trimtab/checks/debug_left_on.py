@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -27,16 +27,13 @@ COSTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DebugLeftOn(Check):
+class DebugLeftOn(ScriptCheck):
     """A switch for debugging is on during the steps.
 
     Anomaly mode keeps a traceback per operator and tests every gradient for NaN. A profiler records every operator.
     Blocking launches and detailed checks of collectives serialize a GPU.
     Source: https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
     """
-
-    name = "debug_left_on"
-    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Each switch that was on, with the line that set it."""
@@ -47,7 +44,6 @@ class DebugLeftOn(Check):
             settings = (
                 ScriptSettings(debug_off=True) if flag in SWITCHED else None if off is None else ScriptSettings(environment=off)
             )
-            saved = subject.anomaly_share if flag == "anomaly mode" else None
             at = f" ({where})" if where else ""
             cost = COSTS.get(flag, "It slows every step.")
             message = (
@@ -56,17 +52,13 @@ class DebugLeftOn(Check):
             change = {"set_detect_anomaly": {"": "False"}, "use_deterministic_algorithms": {"": "False"}}
             able = {name: new for name, new in change.items() if name in subject.texts.get(where or "", "")}
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
-                    evidence={"flag": flag} | ({} if saved is None else {"saved_share": saved}),
+                    evidence={"flag": flag},
                     where=where,
                     category="run",
                     settings=settings,
-                    share=None if saved is None else min(max(saved, 0.0), share(subject, "forward", "backward")),
-                    edit=None
-                    if where is None
-                    else edit(subject, where, "Turn it off except when looking for an error.", **able),
+                    edit=edit(subject, where, "Turn it off except when looking for an error.", **able),
                 )
             )
         return found

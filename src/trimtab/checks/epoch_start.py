@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, run_share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, run_share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
@@ -14,16 +14,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochStart(Check):
+class EpochStart(ScriptCheck):
     """Workers are started anew in each epoch.
 
     A worker imports the script, builds the data set and reads its first batches before it hands one out.
     ``persistent_workers`` keeps the workers from epoch to epoch.
     Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader
     """
-
-    name = "epoch_start"
-    about = "script"
 
     least: float = 0.05
     """Share of the run after its first step, from which on it is reported."""
@@ -41,8 +38,7 @@ class EpochStart(Check):
         )
         keep = {"persistent_workers": "True"}
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"run_share": taken, "start_ms": loader.start_ms, "starts": loader.iterators},
                 where=loader.site,

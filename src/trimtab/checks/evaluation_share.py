@@ -5,9 +5,9 @@ from __future__ import annotations
 import typing
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, lines, note, run_share
+from trimtab.checks._script import edit, lines, run_share
 from trimtab.checks.gradients_for_nothing import GradientsForNothing
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import Phase, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -15,16 +15,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationShare(Check):
+class EvaluationShare(ScriptCheck):
     """Evaluation takes a large part of the run.
 
     An evaluation after every few steps costs as much as the training it judges. Evaluating more rarely, on a part of the
     data, or with a larger batch costs less.
     Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#evaluation-mode-nn-module-eval
     """
-
-    name = "evaluation_share"
-    about = "script"
 
     least: float = 0.25
     """Share of the run after its first step, from which on it is reported."""
@@ -45,8 +42,7 @@ class EvaluationShare(Check):
             "a part of the data."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"run_share": taken, "seconds": subject.run_s.get("evaluation", 0.0)},
                 where=where,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -15,16 +15,13 @@ DOUBLE = "float64"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float64(Check):
+class Float64(ScriptCheck):
     """The model computes in float64, or batches come in float64.
 
     A vector register holds half as many float64 values, and memory brings half as many per second. numpy computes in
     float64 by default, so that its arrays come as such into tensors.
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html
     """
-
-    name = "float64"
-    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""
@@ -44,8 +41,7 @@ class Float64(Check):
                 "step is spent there. Convert the model and its data to float32 once."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"model_share": time, "parameters": module.dtype, "batches_in_float64": bool(loaders)},
                     where=where,
@@ -62,8 +58,7 @@ class Float64(Check):
                 f"in float32: {time:.0%} of a step reads, copies and converts them. Convert the data to float32 once."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"data_share": time, "batch_mb": loader.batch_bytes / 1e6},
                     where=loader.site,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -13,15 +12,12 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fragmentation(Check):
+class Fragmentation(ScriptCheck):
     """The GPU's allocator has reserved much more memory than it uses.
 
     Blocks of changing sizes leave gaps that no later tensor fits in. Expandable segments grow one block instead.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf
     """
-
-    name = "fragmentation"
-    about = "script"
 
     least: float = 0.25
     """Share of the reserved memory that is not allocated, from which on it is reported."""
@@ -42,8 +38,7 @@ class Fragmentation(Check):
             f"them: {taken:.0%} lie in gaps. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"reserved_mb": memory.reserved_mb, "allocated_mb": memory.allocated_mb},
                 category="memory",

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import lines, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import lines, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Framework(Check):
+class Framework(ScriptCheck):
     """A step spends its time outside of the script's lines and of torch.
 
     Trainers call hooks, build progress bars and check states between the passes. For steps of a few milliseconds that
     counts.
     Source: https://lightning.ai/docs/pytorch/stable/advanced/speed.html
     """
-
-    name = "framework"
-    about = "script"
 
     least: float = 0.15
     """Share of a step, from which on it is reported."""
@@ -38,8 +35,7 @@ class Framework(Check):
             "own lines: in the framework that runs them. Use larger batches, fewer callbacks, or a loop of your own."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"other_share": other, "own_lines_share": own},
                 category="step",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, part, run_share, under_no_grad
-from trimtab.core.check import Check
+from trimtab.checks._script import part, run_share, under_no_grad
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import CodeEdit, ScriptSettings
@@ -13,16 +13,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientsForNothing(Check):
+class GradientsForNothing(ScriptCheck):
     """Forward passes record a graph that no backward pass uses.
 
     Without ``torch.no_grad()`` each operator allocates a node and keeps its inputs, so that memory and time are spent for
     gradients that nobody asks for.
     Source: https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
     """
-
-    name = "gradients_for_nothing"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""
@@ -48,8 +45,7 @@ class GradientsForNothing(Check):
                 new = under_no_grad(subject.texts.get(where, ""))
                 change = CodeEdit(site=where, advice="Run it under torch.no_grad().", replacement=new)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"calls_share": module.gradients_unused, "unused_ms": module.unused_ms, "share": taken},
                     where=where,

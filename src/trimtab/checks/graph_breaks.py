@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note
-from trimtab.core.check import Check
+from trimtab.checks._script import edit
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphBreaks(Check):
+class GraphBreaks(ScriptCheck):
     """torch.compile cuts a function into several graphs.
 
     At a call that it cannot trace, such as ``print`` or ``.item()``, a graph ends, Python runs, and another graph begins.
     Nothing is fused across the cut.
     Source: https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
     """
-
-    name = "graph_breaks"
-    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Graph breaks by function, with the reason and the time that compiling took."""
@@ -37,8 +34,7 @@ class GraphBreaks(Check):
                 "compiled function, and check with fullgraph=True."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"graph_breaks": each.graph_breaks, "compile_ms": each.ms, "reason": each.reason},
                     where=each.site or None,

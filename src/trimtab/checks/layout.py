@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ModuleRecord, OperatorRecord, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -19,7 +19,7 @@ FOUR = re.compile(r"\[\d+(, \d+){3}\]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout(Check):
+class Layout(ScriptCheck):
     """Convolutions work in a layout that costs conversions.
 
     oneDNN and cuDNN compute convolutions over channels that lie next to each other. Tensors in the contiguous layout are
@@ -27,9 +27,6 @@ class Layout(Check):
     is lost there, and each such line copies the tensor.
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
-
-    name = "layout"
-    about = "script"
 
     least: float = 0.3
     """Share of a step in forward and backward passes, from which on the layout is reported."""
@@ -64,8 +61,7 @@ class Layout(Check):
             f"{module.name}{more} has {counted(module.convolutions, 'convolution')}, {last} of them in channels_last, in "
             f"{time:.0%} of a step. Convert the model and its inputs with .to(memory_format=torch.channels_last)."
         )
-        return note(
-            self,
+        return self.note(
             message,
             evidence={"convolutions": module.convolutions, "in_channels_last": module.channels_last, "model_share": time},
             category="step",
@@ -82,8 +78,7 @@ class Layout(Check):
             f"layout{at}: {copied:.0%} of a step. Leave .contiguous() out, or give it memory_format=torch.channels_last."
         )
         change = {"contiguous": {"memory_format": "torch.channels_last"}}
-        return note(
-            self,
+        return self.note(
             message,
             evidence={"copies_share": copied, "copies_per_step": calls, "inputs_in_channels_last": module.inputs_channels_last},
             where=where,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import LOGGING, does, edit, lines, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import LOGGING, does, edit, lines, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -16,16 +16,13 @@ LOGGERS = re.compile(r"Writer|print|tqdm|log|wandb|mlflow", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging(Check):
+class Logging(ScriptCheck):
     """Every step writes a log.
 
     Histograms read every parameter, a bar is drawn on a terminal, and files are flushed. Once in many steps tells people
     as much.
     Source: https://docs.pytorch.org/docs/stable/tensorboard.html
     """
-
-    name = "logging"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""
@@ -42,8 +39,7 @@ class Logging(Check):
         message = f"Writing logs takes {taken:.0%} of every step, most of it {what}. Log every n-th step instead."
         often = sum(call.calls for call in calls)
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"logging_share": taken, "calls_per_step": often},
                 where=where,

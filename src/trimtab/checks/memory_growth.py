@@ -6,23 +6,20 @@ from dataclasses import dataclass
 
 from trimtab._internal.text import counted
 from trimtab.checks._script import edit
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryGrowth(Check):
+class MemoryGrowth(ScriptCheck):
     """Memory grows with every step.
 
     A list of losses that are still tensors keeps the graph of every step. The process ends without memory, sooner or
     later.
     Source: https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory
     """
-
-    name = "memory_growth"
-    about = "script"
 
     least_mb: float = 0.1
     """Lower bound of the growth per step in MB (10**6 bytes), from which on it is reported."""
@@ -54,8 +51,6 @@ class MemoryGrowth(Check):
                 evidence={"mb_per_step": memory.growth_mb, "at_least_mb": memory.growth_low_mb, "rises": memory.rises},
                 where=where,
                 category="memory",
-                edit=None
-                if where is None
-                else edit(subject, where, "Keep a number (.item()) or a detached tensor, not the graph."),
+                edit=edit(subject, where, "Keep a number (.item()) or a detached tensor, not the graph."),
             )
         ]

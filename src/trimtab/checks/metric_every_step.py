@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import METRICS, does, lines, slow_between
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricEveryStep(Check):
+class MetricEveryStep(ScriptCheck):
     """A metric is computed on every step.
 
     A metric of a training batch is read by people, if at all, once in many steps. Its sorting and copying to numpy cost
     their time on each of them.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-
-    name = "metric_every_step"
-    about = "script"
 
     least: float = 0.03
     """Share of a step of all such lines, from which on they are reported."""

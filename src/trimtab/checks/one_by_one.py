@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, slow_loaders, waiting
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, slow_loaders, waiting
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
@@ -13,16 +13,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneByOne(Check):
+class OneByOne(ScriptCheck):
     """A loader reads examples one at a time, though its data set can read a batch at once.
 
     ``DataLoader`` calls ``dataset[i]`` for each example and stacks the results. A data set of tensors answers one call
     with the places of a whole batch, and copies the rows in one operator.
     Source: https://docs.pytorch.org/docs/stable/data.html#disable-automatic-batching
     """
-
-    name = "one_by_one"
-    about = "script"
 
     least: float = 0.02
     """Share of a step that waits for the loader, from which on it is reported."""
@@ -46,8 +43,7 @@ class OneByOne(Check):
             )
             settings = LoaderSettings(batch_fetch=True, workers=0 if loader.workers else None)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"wait_share": waits, "us_per_example": each, "batch_size": size},
                     where=loader.site,

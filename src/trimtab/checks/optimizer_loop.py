@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, part
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, part
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -15,7 +15,7 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerLoop(Check):
+class OptimizerLoop(ScriptCheck):
     """An optimizer updates its tensors with more kernels than it needs.
 
     ``foreach`` runs each operation over lists of tensors, and the default on a CPU is a Python loop over the tensors.
@@ -23,9 +23,6 @@ class OptimizerLoop(Check):
     tensors and with the share of the update.
     Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
     """
-
-    name = "optimizer_loop"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""
@@ -49,8 +46,7 @@ class OptimizerLoop(Check):
                 f"{taken:.0%} of a step. Give it {kernel}=True."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"optimizer_share": taken, "tensors": optimizer.tensors, "kernel": optimizer.kernel},
                     where=optimizer.site,

@@ -25,8 +25,6 @@ class Oversubscription(Check):
     machine. Source: https://docs.kernel.org/scheduler/sched-bwc.html
     """
 
-    name = "oversubscription"
-
     def run(self, subject: Any, environment: Environment) -> list[Finding]:
         """Compare torch's current number of threads with the number of usable cores."""
         threads, cores = torch.get_num_threads(), environment.usable_cores

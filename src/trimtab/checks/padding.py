@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -13,16 +13,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Padding(Check):
+class Padding(ScriptCheck):
     """Batches are mostly padding.
 
     The model computes every position of a batch, those too that the attention mask leaves out. Padding to the longest
     sequence of the batch instead of a fixed length, and batches of similar lengths, leave less to compute.
     Source: https://huggingface.co/docs/transformers/pad_truncation
     """
-
-    name = "padding"
-    about = "script"
 
     least: float = 0.2
     """Share of padding, from which on it is reported."""
@@ -39,8 +36,7 @@ class Padding(Check):
             )
             advice = "Pad in the collate function to the longest sequence of the batch instead of a fixed length."
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"padding": loader.padding, "batch_size": loader.batch_size},
                     where=loader.site,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, part
-from trimtab.core.check import Check
+from trimtab.checks._script import part
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -13,16 +13,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageFaults(Check):
+class PageFaults(ScriptCheck):
     """Memory is given back to the system and asked for again in each step.
 
     The C library returns large freed blocks to the system, and the next step faults every page of 4 kB in again. A fault
     costs at least a quarter of a microsecond, for its zeros alone.
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
-
-    name = "page_faults"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""
@@ -42,8 +39,7 @@ class PageFaults(Check):
             "keep_freed."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"faults_per_step": faults, "share": taken},
                 category="step",

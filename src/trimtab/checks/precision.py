@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import note, on_gpu, share
-from trimtab.core.check import Check
+from trimtab.checks._script import on_gpu, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -17,16 +17,13 @@ BF16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision(Check):
+class Precision(ScriptCheck):
     """Matrix products are in float32 on a machine with faster bfloat16.
 
     CPUs with AVX-512 BF16 or AMX, and GPUs from compute capability 8.0 on, multiply bfloat16 several times as fast.
     Autocast keeps the weights in float32. The losses tell whether the training bears it.
     Source: https://docs.pytorch.org/docs/stable/amp.html
     """
-
-    name = "precision"
-    about = "script"
 
     least: float = 0.3
     """Share of a step in forward and backward passes, from which on it is reported."""
@@ -54,8 +51,7 @@ class Precision(Check):
             f"step, and {by} has instructions for bfloat16. Run the forward pass under torch.autocast(dtype=torch.bfloat16)."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"matrix_products": module.matrix_products, "model_share": time},
                 category="precision",

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, part
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, part
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompiles(Check):
+class Recompiles(ScriptCheck):
     """torch.compile compiles again after the warm-up.
 
     A new shape or a changed Python value fails a guard, and the function is compiled anew. After eight times it runs
     without being compiled.
     Source: https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
     """
-
-    name = "recompiles"
-    about = "script"
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Compilations after the warm-up, by function, with the guard that failed."""
@@ -37,8 +34,7 @@ class Recompiles(Check):
                 f"all{why}. Pad to few shapes, or mark the size with torch._dynamo.mark_dynamic or dynamic=True."
             )
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"recompiles": each.recompiles, "compile_ms": each.ms, "reason": each.reason},
                     where=each.site or None,

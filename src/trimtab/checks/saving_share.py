@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, lines, note, run_share, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, lines, run_share, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -16,16 +16,13 @@ SAVES = re.compile(r"save", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavingShare(Check):
+class SavingShare(ScriptCheck):
     """Checkpoints are written while the training waits.
 
     ``torch.save`` copies, serializes and writes before the next step begins. Saved more rarely, or copied and then
     written by a thread, the steps go on meanwhile.
     Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
-
-    name = "saving_share"
-    about = "script"
 
     least: float = 0.02
     """Share of a step, from which on it is reported."""
@@ -46,15 +43,12 @@ class SavingShare(Check):
             "write it in a thread (torch.distributed.checkpoint.async_save)."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"step_share": step, "run_share": run, "saves_per_step": sum(call.calls for call in saves)},
                 where=where,
                 category="run",
-                edit=None
-                if where is None
-                else edit(subject, where, "Save more rarely, or write a copy of the state in a thread."),
+                edit=edit(subject, where, "Save more rarely, or write a copy of the state in a thread."),
                 ceiling=ScriptSettings(without="saving"),
                 share=taken,
             )

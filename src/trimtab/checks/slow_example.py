@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, batch_size, does, edit, listed, note, reading_lines, share
+from trimtab.checks._script import FILES, batch_size, does, edit, listed, reading_lines, share
 from trimtab.checks.workers_few import WorkersFew
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -14,16 +14,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowExample(Check):
+class SlowExample(ScriptCheck):
     """A step waits for lines of the data set, of a transform or of the collate function.
 
     Python that treats one example at a time, and a conversion that could be done once, cost their time for every example
     of every epoch.
     Source: https://docs.pytorch.org/docs/stable/data.html#working-with-collate-fn
     """
-
-    name = "slow_example"
-    about = "script"
 
     least: float = 0.1
     """Share of a step of all such lines, from which on they are reported."""
@@ -54,8 +51,7 @@ class SlowExample(Check):
         )
         advice = "This line runs for every example: compute it once before the training, or for a batch in one call."
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"lines_share": taken, "first_runs": slow[0].runs, "wait_share": share(subject, "data")},
                 where=slow[0].site,

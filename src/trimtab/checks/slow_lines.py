@@ -6,23 +6,20 @@ from dataclasses import dataclass
 
 from trimtab.checks._script import BATCHES, LOGGING, LOSSES, METRICS, does, lines, on_gpu, slow_between
 from trimtab.checks.batch_loop import BatchLoop, near
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowLines(Check):
+class SlowLines(ScriptCheck):
     """Lines of the script outside of the passes take much of a step.
 
     Between the passes a line of Python runs while the model waits. What the line computes may be needed more rarely, or
     as one operator over the batch.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-
-    name = "slow_lines"
-    about = "script"
 
     least: float = 0.05
     """Share of a step of all such lines, from which on they are reported."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, does, edit, listed, note, reading_lines, share
-from trimtab.core.check import Check
+from trimtab.checks._script import FILES, does, edit, listed, reading_lines, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -13,16 +13,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallFiles(Check):
+class SmallFiles(ScriptCheck):
     """A data set opens a file for each example.
 
     Opening, reading and decoding a small file takes 20 us to some milliseconds, again in every epoch. Written once as one
     array, which ``numpy.load(..., mmap_mode="r")`` maps, an example is a copy of its bytes.
     Source: https://numpy.org/doc/stable/reference/generated/numpy.memmap.html
     """
-
-    name = "small_files"
-    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""
@@ -47,8 +44,7 @@ class SmallFiles(Check):
             "map them with numpy.load(path, mmap_mode='r')."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"opens_per_example": opens, "lines_share": told, "wait_share": waits},
                 where=where,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, on_gpu, share
+from trimtab.checks._script import on_gpu, share
 from trimtab.checks.debug_left_on import SWITCHED
-from trimtab.core.check import Check
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -14,16 +14,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmallOperators(Check):
+class SmallOperators(ScriptCheck):
     """Many operators are so short that calling them costs as much as they do.
 
     Each call of an operator from Python takes some microseconds. ``torch.compile`` fuses them into fewer kernels, and
     replays their launches on a GPU. Compilation takes seconds to minutes, which the steps that follow must pay back.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
-
-    name = "small_operators"
-    about = "script"
 
     least: float = 0.3
     """Share of a step in forward and backward passes, from which on it is reported."""
@@ -48,8 +45,7 @@ class SmallOperators(Check):
         )
         able = on_gpu(subject) or environment.compiler is not None
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"operators_per_step": calls, "short_share": short},
                 category="step",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, on_gpu, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, on_gpu, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -15,16 +15,13 @@ BLOCKING = ("Tensor.item", "Tensor.cpu", "Tensor.numpy", "Tensor.tolist", "print
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncPoints(Check):
+class SyncPoints(ScriptCheck):
     """The host waits for the GPU within a step.
 
     ``.item()``, ``.cpu()``, ``.tolist()`` and printing a tensor wait until the GPU has computed everything before. The
     GPU then idles until new kernels are launched. On a CPU they cost nothing, so that this check looks at GPUs only.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-
-    name = "sync_points"
-    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""
@@ -42,15 +39,12 @@ class SyncPoints(Check):
             "every n-th step. The gain was not measured."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"synchronization_share": taken, "calls_per_step": sum(call.calls for call in blocking)},
                 where=where,
                 category="step",
-                edit=None
-                if where is None
-                else edit(subject, where, "Keep the value as a tensor (.detach()), and read it every n-th step."),
+                edit=edit(subject, where, "Keep the value as a tensor (.detach()), and read it every n-th step."),
                 ceiling=ScriptSettings(without="synchronization"),
                 share=taken,
             )

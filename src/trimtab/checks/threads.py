@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, on_gpu, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, on_gpu, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -14,16 +14,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threads(Check):
+class Threads(ScriptCheck):
     """torch's threads do not fit the cores.
 
     Threads of an operator wait for each other: with more threads than cores some start only after others end. With fewer,
     cores idle: ``torchrun`` gives each rank one thread.
     Source: https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html
     """
-
-    name = "threads"
-    about = "script"
 
     least: float = 0.1
     """Share of a step in forward, backward and optimizer, from which on it is reported."""
@@ -52,8 +49,7 @@ class Threads(Check):
         )
         change = {"set_num_threads": {"": str(fitting)}}
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"threads": subject.threads, "cores": subject.cores, "ranks": ranks, "cpu_share": subject.cpu_share},
                 where=where,

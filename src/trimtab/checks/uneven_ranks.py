@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import note, part
-from trimtab.core.check import Check
+from trimtab.checks._script import part
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnevenRanks(Check):
+class UnevenRanks(ScriptCheck):
     """Ranks wait for a slower one.
 
     A reduction begins when the last rank comes to it. Longer examples, a slower disk or another machine make one rank
     late in each step.
     Source: https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html#skewed-processing-speeds
     """
-
-    name = "uneven_ranks"
-    about = "script"
 
     least: float = 0.05
     """Share of a step, from which on it is reported."""
@@ -40,8 +37,7 @@ class UnevenRanks(Check):
             "Give the ranks batches of equal cost: sort by length, and share the data evenly."
         )
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"skew_ms": late, "share": taken},
                 category="run",

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, slow_loaders, waiting
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, slow_loaders, waiting
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import LoaderRecord, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
@@ -15,7 +15,7 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkersFew(Check):
+class WorkersFew(ScriptCheck):
     """A step waits for examples that no process prepares meanwhile.
 
     Without workers the main process reads a batch between two steps, and cores that the model leaves idle do nothing.
@@ -23,9 +23,6 @@ class WorkersFew(Check):
     which costs about a millisecond.
     Source: https://docs.pytorch.org/docs/stable/data.html#single-and-multi-process-data-loading
     """
-
-    name = "workers_few"
-    about = "script"
 
     least: float = 0.05
     """Share of a step that waits for the loader, from which on it is reported."""
@@ -50,8 +47,7 @@ class WorkersFew(Check):
             keywords = {"num_workers": str(workers), "persistent_workers": "True"}
             hides = self.hides(subject, loader, reads, workers)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={"wait_share": waits, "read_ms": reads, "workers": loader.workers, "cores": subject.cores},
                     where=loader.site,

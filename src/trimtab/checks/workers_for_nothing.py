@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, note, slow_loaders, waiting
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, slow_loaders, waiting
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
@@ -16,16 +16,13 @@ IN_PROCESS = {"num_workers": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkersForNothing(Check):
+class WorkersForNothing(ScriptCheck):
     """Workers take longer to hand a batch over than reading it takes.
 
     A worker copies each batch into shared memory, sends its handle and is woken for the next. For data in memory that
     costs more than reading, and a step waits for the transport.
     Source: https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
     """
-
-    name = "workers_for_nothing"
-    about = "script"
 
     least: float = 0.02
     """Share of a step that waits for the loader, from which on it is reported."""
@@ -48,8 +45,7 @@ class WorkersForNothing(Check):
             )
             settings = LoaderSettings(workers=0, batch_fetch=quick)
             found.append(
-                note(
-                    self,
+                self.note(
                     message,
                     evidence={
                         "wait_share": waits,

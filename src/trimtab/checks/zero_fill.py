@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, note, share
-from trimtab.core.check import Check
+from trimtab.checks._script import edit, share
+from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
@@ -13,16 +13,13 @@ from trimtab.hardware.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroFill(Check):
+class ZeroFill(ScriptCheck):
     """Gradients are filled with zeros instead of freed.
 
     ``zero_grad(set_to_none=False)`` writes every gradient, and the next backward pass reads and adds to it. Freed
     gradients are written once, by the backward pass.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
-
-    name = "zero_fill"
-    about = "script"
 
     least: float = 0.005
     """Share of a step, from which on it is reported."""
@@ -40,8 +37,7 @@ class ZeroFill(Check):
         )
         change = {"zero_grad": {"set_to_none": "True"}}
         return [
-            note(
-                self,
+            self.note(
                 message,
                 evidence={"zero_grad_share": taken, "calls_per_step": filled},
                 where=where,

@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from trimtab._internal.text import clock
 from trimtab._internal.text import plain as cleaned
 from trimtab.cli._lazy import late
 from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome, trained
@@ -44,13 +45,6 @@ STAGES = {
     "tpe": "searching the whole space, guided by what was found",
 }
 """Descriptions of the stages of the search."""
-
-
-def clock(seconds: float) -> str:
-    """``seconds`` as ``1:02`` or ``1:02:03``."""
-    minutes, rest = divmod(max(round(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class View(Progress):

@@ -147,6 +147,8 @@ class Backend(Technique):
 
     honours: ClassVar[frozenset[str]] = frozenset({"threads"})
     """Names of the :class:`Settings` fields that this backend applies."""
+    packages: ClassVar[tuple[str, ...]] = ("torch",)
+    """Distributions that the saved files need at run time, besides numpy and safetensors."""
     overlap: ClassVar[frozenset[str]] = frozenset()
     """Names of the fields that affect concurrent requests only, and so throughput only."""
     own_graph: ClassVar[bool] = False
@@ -191,11 +193,6 @@ class Backend(Technique):
     def arithmetic(self) -> str:
         """The data type of the matrix products. It selects the peak rate that a measured speed is compared with."""
         return "float32"
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """Distributions that the saved files need at run time, besides numpy and safetensors."""
-        return ("torch",)
 
 
 BACKENDS: Registry[Backend] = Registry("backend", "trimtab.backends", Backend)  # type: ignore[type-abstract]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from trimtab._internal.registry import Registry
 from trimtab.core.finding import Finding
+from trimtab.core.measurement import Scalar
+from trimtab.core.script_settings import CodeEdit, ScriptSettings
 from trimtab.core.technique import Technique
 from trimtab.hardware.environment import Environment
 
@@ -24,6 +27,38 @@ class Check(Technique):
 
         Must not raise and must not measure. The caller measures the gain of a remedy, in fresh processes.
         """
+
+
+class ScriptCheck(Check):
+    """A check of scripts: :meth:`run` reads the :class:`~trimtab.core.evidence.ProbeRecord` of one."""
+
+    about = "script"
+
+    def note(
+        self,
+        message: str,
+        *,
+        evidence: Mapping[str, Scalar],
+        category: Literal["data", "step", "precision", "memory", "run"],
+        where: str | None = None,
+        settings: ScriptSettings | None = None,
+        edit: CodeEdit | None = None,
+        ceiling: ScriptSettings | None = None,
+        share: float | None = None,
+    ) -> Finding:
+        """A finding at the level that findings have before their gain is measured."""
+        return Finding(
+            rule=self.name,
+            level="note",
+            message=message,
+            evidence=evidence,
+            where=where,
+            category=category,
+            settings=settings,
+            edit=edit,
+            ceiling=ceiling,
+            share=share,
+        )
 
 
 CHECKS: Registry[Check] = Registry("check", "trimtab.checks", Check)  # type: ignore[type-abstract]

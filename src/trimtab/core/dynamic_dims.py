@@ -22,7 +22,6 @@ BATCHES = frozenset({BATCH, "batch_size", "batchsize", "bs", "b", "n", "examples
 MOST_STEPS = 8
 """Most step sizes that are tried; each costs a call of the model."""
 
-Shape = tuple[int, ...]
 Dims = dict[str, dict[int, Dim]]
 
 

@@ -324,11 +324,6 @@ class ProbeRecord:
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Debugging switches that were on: ``anomaly mode``, ``deterministic algorithms``, ``profiler``, or an environment
     variable, with the line that set it where that was seen."""
-    anomaly_share: float | None = None
-    """Share of a step's CPU time, on a GPU of its time, that a few steps without anomaly mode saved, at most 1; below 0 if
-    they took longer; ``None`` if it was not tried. Evidence of a cause, without an interval."""
-    collector_ms: float = 0.0
-    """Of Python's garbage collector per step."""
     losses: tuple[float, ...] = ()
     """At each backward pass; without any, the mean absolute value of the model's first output per step."""
 

@@ -43,6 +43,7 @@ class Technique(abc.ABC):
     """
 
     name: ClassVar[str]
+    """The name of its file, unless the class sets another."""
     modes: ClassVar[frozenset[Mode]] = frozenset({"infer"})
     """What it is for. In training only the settings that a pass changes are used, not the model that it returns."""
     verbose: ClassVar[bool] = False
@@ -51,6 +52,12 @@ class Technique(abc.ABC):
     """Import names of optional packages; see :data:`~trimtab.hardware.environment.OPTIONAL`. Plug-ins may name others."""
     tries: ClassVar[bool] = False
     """Whether :meth:`why_not` runs the model. A search then calls it only when it is about to try the technique."""
+    words: ClassVar[str | None] = None
+    """A description with fields in braces, as ``"{keep:.0%} of the layers"``; see :meth:`describe`."""
+
+    def __init_subclass__(cls) -> None:
+        if not (hasattr(cls, "name") or cls.__module__.startswith("trimtab.core.")):  # there are the abstract ones
+            cls.name = cls.__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
         hints = type_hints(type(self))
@@ -114,8 +121,10 @@ class Technique(abc.ABC):
     def describe(self) -> str:
         """A short description for people, without a full stop, such as ``OpenVINO, int8 weights``.
 
-        By default the name and the fields with non-default values. Override it if these are not clear enough.
+        By default :attr:`words`, else the name and the fields with non-default values. Override it if neither is clear enough.
         """
+        if self.words is not None:
+            return self.words.format(**vars(self))
         fields = dataclasses.fields(self)
         shown = [f.name for f in fields if self.verbose or getattr(self, f.name) != f.default]
         return ", ".join([_spoken(self.name), *(_spoken_field(name, getattr(self, name)) for name in shown)])
@@ -151,6 +160,28 @@ class Pass(Technique):
         Raises:
             CompileError: the rewrite is impossible, or its own check of the outputs failed.
         """
+
+
+class SettingPass(Pass):
+    """A pass that changes one setting: to the value of its only field, or to ``True``."""
+
+    def apply(self, candidate: Candidate) -> Candidate:
+        """The same model with the setting, which backends and the Trainer apply."""
+        (setting,) = self.sets
+        return candidate.with_settings({setting: next(iter(vars(self).values()), True)})
+
+
+class ShrinkingPass(Pass):
+    """A pass that makes another, smaller network. Its fields are shares of what stays."""
+
+    exact = False
+    compresses = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, share in vars(self).items():
+            if not 0 < share < 1:
+                raise UsageError(f"{self.name}: {field} is {share!r}; it must be above 0 and below 1.")
 
 
 PASSES: Registry[Pass] = Registry("pass", "trimtab.passes", Pass)  # type: ignore[type-abstract]

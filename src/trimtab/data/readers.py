@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trimtab._internal.text import error_text, of_type, with_fix
 from trimtab._internal.user_code import user_code
+from trimtab._internal.validation import length_of
 from trimtab.core.capture import Call
 from trimtab.core.workload import Evaluation, Workload, as_call
 from trimtab.data.batch_independence import Judge
@@ -59,7 +60,7 @@ def labelled(
         elif isinstance(data, Iterable):
             stacked = isinstance(data, Dataset) and not run
             counted: Callable[[Any], int] = (lambda item: 1) if stacked or run else lambda item: _examples(_within(item), judge)
-            items, total = list(_first(data, most, counted)), _length(data)
+            items, total = list(_first(data, most, counted)), length_of(data)
             if sum(map(counted, items)) >= most if total is None else len(items) < total:
                 given = f"The first {len(items)}{'' if total is None else f' of {total}'} items of the evaluation data are used"
                 notes.append(f"{given}, as max_examples={most} says. If they are sorted, give them in random order.")
@@ -146,14 +147,6 @@ def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: 
     return [whole.take(index) for index in torch.split(picked, size)]
 
 
-def _length(data: Any) -> int | None:
-    """The length of ``data``; ``None`` if it has none, such as a DataLoader over a stream."""
-    try:
-        return len(data)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _lengths(value: Any) -> set[int]:
     """The sizes along axis 0 of the tensors in ``value``; without tensors, the length of a list or tuple."""
     found = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(value)}
@@ -197,7 +190,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
         notes.append(f"The calibration data has {total} examples; {MOST_CALIBRATION} of them, drawn at random, are used.")
     stacked = isinstance(data, (torch.Tensor, Dataset))
     used = count(batches) if stacked else len(found)
-    if total is None and (items_given := _length(data)) is not None and used < items_given:
+    if total is None and (items_given := length_of(data)) is not None and used < items_given:
         notes.append(f"The calibration data has {items_given} items; the first {used} are used.")
     return Data(batches, stacked=stacked)
 

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import platform
-import tempfile
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -232,9 +231,10 @@ class Environment:
 def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = None, refresh: bool = False) -> Peaks:
     """The peak rates of ``environment``, which must be this machine. Measuring takes a few seconds; the result is cached.
 
-    ``cache`` is the cache file (default: ``peaks-<fingerprint>.json`` in :func:`cache_folder`). An unreadable file is measured
-    anew; an unwritable one is not fatal. Peaks of a busy machine are measured again after :data:`AGAIN_S`, and the higher rate
-    counts. ``notes`` of the result report these cases. torch's number of threads is restored.
+    ``cache`` is the cache file (default: ``peaks-<fingerprint>.json`` in :func:`~trimtab.hardware.system.cache_folder`). An
+    unreadable file is measured anew; an unwritable one is not fatal. Peaks of a busy machine are measured again after
+    :data:`AGAIN_S`, and the higher rate counts. ``notes`` of the result report these cases. torch's number of threads is
+    restored.
     """
     file = cache or _peaks_file(environment)
     known, notes = (None, ()) if refresh else _known_peaks(file, environment.fingerprint)
@@ -273,7 +273,7 @@ def known_peaks(environment: Environment) -> Peaks | None:
 
 
 def _peaks_file(environment: Environment) -> pathlib.Path:
-    return cache_folder() / f"peaks-{environment.fingerprint}.json"
+    return system.cache_folder() / f"peaks-{environment.fingerprint}.json"
 
 
 def _known_peaks(file: pathlib.Path, fingerprint: str) -> tuple[Peaks | None, tuple[str, ...]]:
@@ -287,16 +287,6 @@ def _known_peaks(file: pathlib.Path, fingerprint: str) -> tuple[Peaks | None, tu
     if known.fingerprint != fingerprint:
         return None, (f"The peaks in {file} are of another machine, so they were measured anew.",)
     return known, ()
-
-
-def cache_folder() -> pathlib.Path:
-    """The folder for caches: ``TRIMTAB_CACHE``, else ``trimtab`` in the user's cache folder. It is not created."""
-    if folder := os.environ.get("TRIMTAB_CACHE"):
-        return pathlib.Path(folder)
-    try:
-        return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "trimtab"
-    except RuntimeError:  # a user without a home folder, as in some containers
-        return pathlib.Path(tempfile.gettempdir()) / f"trimtab-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
 def instruction_sets() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -260,3 +261,13 @@ def keep_freed_memory() -> None:
 
 KEEP_MEMORY: Mapping[int, tuple[int, ...]] = {-1: (2**31 - 1,), -3: (2**30, 2**25)}
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of malloc.h -> values to try in order; older glibc accepts only the smaller."""
+
+
+def cache_folder() -> pathlib.Path:
+    """The folder for caches: ``TRIMTAB_CACHE``, else ``trimtab`` in the user's cache folder. It is not created."""
+    if folder := os.environ.get("TRIMTAB_CACHE"):
+        return pathlib.Path(folder)
+    try:
+        return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "trimtab"
+    except RuntimeError:  # a user without a home folder, as in some containers
+        return pathlib.Path(tempfile.gettempdir()) / f"trimtab-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"

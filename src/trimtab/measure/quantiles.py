@@ -48,11 +48,6 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     return 1 - front * _beta_fraction(1 - x, b, a) / b
 
 
-def clopper_pearson_upper(count: int, n: int) -> float:
-    """Exact one-sided upper confidence bound of a probability after ``count`` of ``n``; about 3/n for ``count`` 0."""
-    return 1.0 if count >= n else beta_quantile(CONFIDENCE, count + 1, n - count)
-
-
 def quantile_of(samples: Sequence[float], q: float) -> float:
     """The ``q``-quantile of ``samples``, interpolated linearly between neighbours."""
     ordered = sorted(samples)

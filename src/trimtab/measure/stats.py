@@ -15,15 +15,7 @@ import numpy as np
 
 from trimtab.core.measurement import Drop, Interval, Measurement, Scalar
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.measure.quantiles import (
-    CONFIDENCE,
-    beta_quantile,
-    binomial_cdf,
-    clopper_pearson_upper,
-    normal_quantile,
-    quantile_of,
-    t_quantile,
-)
+from trimtab.measure.quantiles import CONFIDENCE, beta_quantile, binomial_cdf, normal_quantile, quantile_of, t_quantile
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MetricOf = Callable[[np.ndarray[Any, np.dtype[np.int64]], int], float]
@@ -229,7 +221,7 @@ def bootstrap_drop(
     spread = 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0
     worst = max(abs(sides[0]), abs(sides[1]), spread, 0.0 if failed is None else abs(failed - sides[0])) or 1.0
     refuse_memory(sides[0], metric_of(whole, 0), worst)  # a metric with state has seen both sides by now
-    rare = worst * clopper_pearson_upper(0, n)
+    rare = worst * (1 - (1 - CONFIDENCE) ** (1 / n))  # the upper bound of a probability after 0 of n
     low, upper = value - worst, value + worst
     if 2 * len(found) < tried:
         method = "bootstrap (the metric cannot be resampled)"

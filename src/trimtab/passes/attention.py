@@ -10,14 +10,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 from trimtab.tensors.attention_kernels import KERNELS
 
 ON_GPUS = ("efficient", "cudnn")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Pass):
+class Attention(SettingPass):
     """Make scaled dot-product attention use one kernel, instead of the first one in torch's order that supports the inputs.
 
     Pays off if torch's order is wrong for the shapes, as for short sequences, where plain matrix products are fastest.
@@ -25,17 +25,13 @@ class Attention(Pass):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
     """
 
-    name = "attention"
+    words = "{kernel} attention"
     modes = frozenset({"train"})
     sets = frozenset({"attention"})
     tries = True
 
     kernel: Literal["flash", "efficient", "cudnn", "math"] = "flash"
     """``flash`` and ``efficient`` never store the attention matrix; ``cudnn`` is NVIDIA's; ``math`` is plain products."""
-
-    def describe(self) -> str:
-        """Names the kernel."""
-        return f"{self.kernel} attention"
 
     def why_not_here(self) -> str | None:
         """``efficient`` and ``cudnn`` need a GPU."""
@@ -52,10 +48,6 @@ class Attention(Pass):
         if failure := self._failure(candidate, [KERNELS[self.kernel]]):
             return f"The model fails with {self.kernel} attention: {failure.rstrip('.')}."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model. The Trainer prefers this kernel, and uses another for inputs that it does not support."""
-        return candidate.with_settings({"attention": self.kernel})
 
     def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:
         """The error of a call that may use ``kernels`` only, or ``None``.

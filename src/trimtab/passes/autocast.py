@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autocast(Pass):
+class Autocast(SettingPass):
     """Run matrix products and convolutions in 16 bits and the rest in 32 bits.
 
     Pays off if the processor has 16-bit instructions (AVX512-BF16, AMX, tensor cores). Without them it is slow: on one such CPU
@@ -20,22 +20,14 @@ class Autocast(Pass):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html
     """
 
-    name = "autocast"
+    words = "matrix products in {dtype}"
+    exact = False  # 16-bit rounding changes the outputs
     modes = frozenset({"infer", "train"})
     sets = frozenset({"precision.autocast"})
     tries = True
 
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
     """``bfloat16`` has the range of float32; ``float16`` has three more bits of precision and overflows at 65504."""
-
-    @property
-    def exact(self) -> bool:
-        """16-bit rounding changes the outputs."""
-        return False
-
-    def describe(self) -> str:
-        """Names the data type."""
-        return f"matrix products in {self.dtype}"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs float32 weights and 16-bit kernels for every operator: some CPUs have none for a float16 LSTM."""
@@ -46,10 +38,6 @@ class Autocast(Pass):
         if not any(p.dtype is torch.float32 for p in candidate.model.parameters()):
             return "autocast needs float32 weights, and the model has none."
         return self._failure(candidate)
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``precision.autocast``, which backends apply."""
-        return candidate.with_settings({"precision.autocast": self.dtype})
 
     def _failure(self, candidate: Candidate) -> str | None:
         """The error of a run under autocast, or ``None``. Only a run shows which operators have 16-bit kernels."""

@@ -22,7 +22,6 @@ class Batch(Pass):
     Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-fully-connected/index.html#batch-size
     """
 
-    name = "batch"
     sets = frozenset({"data.batch"})
 
     size: Annotated[int, Choice(1, 2, 4, 8, 16, 32, 64)] = 16

@@ -17,13 +17,9 @@ class ChannelsLast(Pass):
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
 
-    name = "channels_last"
+    words = "channels-last memory layout"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"memory_format"})
-
-    def describe(self) -> str:
-        """Names the layout."""
-        return "channels-last memory layout"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a 4-D weight and a 4-D input."""

@@ -23,7 +23,6 @@ class Compile(Pass):
     Source: Ansel et al. 2024, https://pytorch.org/assets/pytorch2-2.pdf
     """
 
-    name = "compile"
     modes = frozenset({"train"})
     sets = frozenset({"compile", "compiler.mode", "compiler.dynamic"})
 

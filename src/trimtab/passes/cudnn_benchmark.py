@@ -8,24 +8,20 @@ import torch
 from torch import nn
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 
 
 @dataclass(frozen=True, kw_only=True)
-class CudnnBenchmark(Pass):
+class CudnnBenchmark(SettingPass):
     """Let cuDNN time its convolution algorithms for each new input shape, and use the fastest one.
 
     Pays off for convolutional networks with one or few input shapes; each new shape costs another search.
     Source: https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
     """
 
-    name = "cudnn_benchmark"
+    words = "convolutions chosen by cuDNN's timing"
     modes = frozenset({"train"})
     sets = frozenset({"cudnn_benchmark"})
-
-    def describe(self) -> str:
-        """Describes the effect."""
-        return "convolutions chosen by cuDNN's timing"
 
     def why_not_here(self) -> str | None:
         """Needs a GPU."""
@@ -38,7 +34,3 @@ class CudnnBenchmark(Pass):
         if not any(isinstance(module, nn.modules.conv._ConvNd) for module in candidate.model.modules()):
             return "cudnn_benchmark needs a convolution, and the model has none."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``cudnn_benchmark``; the Trainer sets torch's flag."""
-        return candidate.with_settings({"cudnn_benchmark": True})

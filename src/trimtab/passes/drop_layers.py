@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Choice, Pass
-from trimtab.errors import CompileError, UsageError
+from trimtab.core.technique import Choice, ShrinkingPass
+from trimtab.errors import CompileError
 from trimtab.passes.common.structure import difference
 
 LEAST = 3
@@ -18,7 +18,7 @@ LEAST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropLayers(Pass):
+class DropLayers(ShrinkingPass):
     """Remove layers, evenly spaced, from the longest list of equal layers, such as the blocks of a transformer.
 
     Pays off where many equal layers follow each other: the time of a call falls with their number, on every runtime. It does
@@ -27,25 +27,10 @@ class DropLayers(Pass):
     Source: Sajjad et al. 2020, https://arxiv.org/abs/2004.03844
     """
 
-    name = "drop_layers"
-    compresses = True
+    words = "{keep:.0%} of the layers"
 
     keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5
     """Share of the layers that stay."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.keep < 1:
-            raise UsageError(f"drop_layers: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    @property
-    def exact(self) -> bool:
-        """Fewer layers change the outputs."""
-        return False
-
-    def describe(self) -> str:
-        """Says how many layers stay."""
-        return f"{self.keep:.0%} of the layers"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a list of equal layers."""

@@ -35,7 +35,9 @@ class FakeQuant(Pass):
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877
     """
 
-    name = "fake_quant"
+    exact = False  # rounding changes the outputs
+    quantizes = True
+    needs = frozenset({"calibration"})
     compresses = True
     pays_for = frozenset({"onnxruntime", "openvino"})
 
@@ -48,21 +50,6 @@ class FakeQuant(Pass):
         super().__post_init__()
         if self.float_layers < 0:
             raise UsageError(f"fake_quant: float_layers is {self.float_layers!r}; it is a number of layers, 0 or more.")
-
-    @property
-    def exact(self) -> bool:
-        """Rounding changes the outputs."""
-        return False
-
-    @property
-    def quantizes(self) -> bool:
-        """It gives weights and activations 8 bits."""
-        return True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Inputs from which ranges are taken."""
-        return frozenset({"calibration"})
 
     def describe(self) -> str:
         """Says which layers stay float."""

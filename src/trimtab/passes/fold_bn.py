@@ -19,7 +19,7 @@ from trimtab.core.candidate import MODEL_ERRORS, Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.technique import Pass
 from trimtab.errors import CompileError, UsageError, WorkloadError
-from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ
+from trimtab.tensors.comparison import difference, ordered, slower
 from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import flatten
 from trimtab.tensors.weights import tolerance
@@ -44,11 +44,7 @@ class FoldBn(Pass):
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 3.2; ``torch.nn.utils.fusion``.
     """
 
-    name = "fold_bn"
-
-    def describe(self) -> str:
-        """Describes the rewrite."""
-        return "batch norms folded into their neighbours"
+    words = "batch norms folded into their neighbours"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a batch norm after a convolution or linear layer."""
@@ -271,13 +267,5 @@ def _other_sizes(candidate: Candidate) -> Iterator[list[torch.Tensor]]:
 
 
 def _close(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor], tolerance: float) -> bool:
-    return all(_same(a, b, tolerance) for a, b in zip(want, got, strict=True))
-
-
-def _same(want: torch.Tensor, got: torch.Tensor, tolerance: float) -> bool:
-    if want.shape != got.shape or want.dtype != got.dtype:
-        return False
-    if is_discrete(want.dtype):
-        return too_many_differ(want, got) is None
-    found = errors(want, got)
-    return found is not None and all(error <= tolerance * size + 1e-12 for error, size in found)
+    pairs = zip(want, got, strict=True)
+    return not any(difference("", one, other, tolerance, floor=1e-12) for one, other in pairs)

@@ -40,11 +40,7 @@ class FusedAttention(Pass):
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
     """
 
-    name = "fused_attention"
-
-    def describe(self) -> str:
-        """Describes the rewrite."""
-        return "attention in one kernel"
+    words = "attention in one kernel"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a module with a softmax between two products."""

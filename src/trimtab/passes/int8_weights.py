@@ -29,21 +29,12 @@ class Int8Weights(Pass):
     Source: Dettmers et al. 2022, https://arxiv.org/abs/2208.07339; https://docs.pytorch.org/ao/stable/
     """
 
-    name = "int8_weights"
+    exact = False  # 8-bit rounding changes the outputs
+    quantizes = True
     requires = ("torchao",)
 
     activations: Literal["float", "int8"] = "float"
     """Precision of the layers' inputs."""
-
-    @property
-    def exact(self) -> bool:
-        """8-bit rounding changes the outputs."""
-        return False
-
-    @property
-    def quantizes(self) -> bool:
-        """It gives weights 8 bits."""
-        return True
 
     def describe(self) -> str:
         """Says whether activations are quantized as well."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 from trimtab.hardware import system
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepMemory(Pass):
+class KeepMemory(SettingPass):
     """Keep the memory of freed tensors for later calls, instead of returning it to the operating system.
 
     On Linux, torch allocates CPU tensors with the C library. The library returns large blocks, and the free end of its heap, to
@@ -21,13 +21,9 @@ class KeepMemory(Pass):
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html (``M_TRIM_THRESHOLD``, ``M_MMAP_THRESHOLD``)
     """
 
-    name = "keep_memory"
+    words = "freed memory kept"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"memory.keep_freed"})
-
-    def describe(self) -> str:
-        """Describes the effect."""
-        return "freed memory kept"
 
     def why_not_here(self) -> str | None:
         """Needs glibc, which has this setting."""
@@ -40,7 +36,3 @@ class KeepMemory(Pass):
         if not candidate.settings.device.startswith("cpu"):
             return f"keep_memory is about memory of the CPU, and this runs on {candidate.settings.device!r}."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``memory.keep_freed``; the process that runs it configures the allocator."""
-        return candidate.with_settings({"memory.keep_freed": True})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,18 +11,14 @@ import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
-from trimtab.core.candidate import MODEL_ERRORS, Candidate
-from trimtab.core.technique import Choice, Pass
-from trimtab.errors import CompileError, UsageError
-from trimtab.passes.common.structure import STEP, difference, kept, linears
-from trimtab.tensors.structure import cloned
-
-MOST_CALLS = 16
-"""Calibration calls on which inputs of layers are measured."""
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Choice, ShrinkingPass
+from trimtab.errors import CompileError
+from trimtab.passes.common.structure import STEP, difference, kept, linears, sums_of_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(Pass):
+class LowRank(ShrinkingPass):
     """Replace the weight of each large linear layer by the product of two smaller matrices, by a singular value decomposition.
 
     Pays off for files and latency of models that consist of wide linear layers which cannot be pruned; at the same speed
@@ -34,25 +29,10 @@ class LowRank(Pass):
     Source: Chen et al. 2021, https://proceedings.neurips.cc/paper/2021/hash/f56de5ef149cf0aedcc8f4797031e229-Abstract.html
     """
 
-    name = "low_rank"
-    compresses = True
+    words = "linear layers of lower rank, {share:.0%} of their weights"
 
     share: Annotated[float, Choice(0.75, 0.5, 0.25)] = 0.5
     """Share of each layer's weights that stay, which decides the rank."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.share < 1:
-            raise UsageError(f"low_rank: share is {self.share!r}; it must be above 0 and below 1.")
-
-    @property
-    def exact(self) -> bool:
-        """A lower rank changes the outputs."""
-        return False
-
-    def describe(self) -> str:
-        """Says how many weights stay."""
-        return f"linear layers of lower rank, {self.share:.0%} of their weights"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a linear layer for which two matrices are smaller."""
@@ -114,23 +94,8 @@ def _factors(weight: torch.Tensor, root: torch.Tensor | None, rank: int) -> tupl
 
 def _input_roots(candidate: Candidate, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """A matrix C for each layer with C C^T equal to the Gram matrix of its inputs on the calibration data, in float64."""
-    model, sums = candidate.own_model(), dict[str, torch.Tensor]()
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            rows = inputs[0].detach().double().flatten(0, -2)
-            sums[name] = sums.get(name, torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)) + rows.T @ rows
-
-        return hook
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    with contextlib.suppress(*MODEL_ERRORS), torch.no_grad():  # weights alone decide where it fails
-        for args, kwargs in candidate.calibration[:MOST_CALLS]:
-            model(*cloned(args), **cloned(dict(kwargs)))
-    for handle in handles:
-        handle.remove()
     roots = {}
-    for name, gram in sums.items():
+    for name, gram in sums_of_inputs(candidate, names, lambda rows: rows.double().T @ rows.double()).items():
         # directions that the inputs never take count a little, so that the root can be inverted
         gram = gram + gram.diagonal().mean().clamp_min(1e-12) * 1e-4 * torch.eye(len(gram), dtype=torch.float64)
         roots[name] = torch.linalg.cholesky(gram)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Choice, Pass
+from trimtab.core.technique import Choice, SettingPass
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch(Pass):
+class MicroBatch(SettingPass):
     """Split the loader's batches and accumulate the gradients of the parts. Updates stay the same.
 
     Pays off if the activations of a whole batch exceed the processor's caches or the memory. With BatchNorm or dropout, parts
@@ -18,16 +18,12 @@ class MicroBatch(Pass):
     Source: Ott et al. 2018, https://arxiv.org/abs/1806.00187
     """
 
-    name = "micro_batch"
+    words = "{size} examples per forward pass"
     modes = frozenset({"train"})
     sets = frozenset({"data.micro_batch"})
 
     size: Annotated[int, Choice(4, 8, 16, 32, 64, 128, 256)] = 32
     """Examples per part."""
-
-    def describe(self) -> str:
-        """Names the size."""
-        return f"{self.size} examples per forward pass"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs larger batches than ``size``."""
@@ -35,7 +31,3 @@ class MicroBatch(Pass):
         if self.size >= rows:
             return f"micro_batch takes batches apart that have more than {self.size} examples, and these have no more."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``data.micro_batch``; the Trainer splits the batches."""
-        return candidate.with_settings({"data.micro_batch": self.size})

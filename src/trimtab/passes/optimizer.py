@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerKernels(Pass):
+class OptimizerKernels(SettingPass):
     """Update all parameters with few kernels, instead of one operation and parameter at a time.
 
     Pays off for many or large parameters: the plain loop reads and writes every tensor several times. Not every torch optimizer
@@ -18,17 +17,9 @@ class OptimizerKernels(Pass):
     Source: https://docs.pytorch.org/docs/stable/optim.html#algorithms
     """
 
-    name = "optimizer"
+    words = "{kernels} optimizer"
     modes = frozenset({"train"})
     sets = frozenset({"optimizer.implementation"})
 
     kernels: Literal["fused", "foreach"] = "fused"
     """``fused``: one kernel for the whole update. ``foreach``: one kernel per operation, for all parameters."""
-
-    def describe(self) -> str:
-        """Names the implementation."""
-        return f"{self.kernels} optimizer"
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``optimizer.implementation``; the Trainer applies it."""
-        return candidate.with_settings({"optimizer.implementation": self.kernels})

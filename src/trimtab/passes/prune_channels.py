@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
-from trimtab.core.technique import Choice, Pass, require
-from trimtab.errors import CompileError, UsageError
+from trimtab.core.technique import Choice, ShrinkingPass, require
+from trimtab.errors import CompileError
 from trimtab.passes.common import lstm
 from trimtab.passes.common.structure import STEP, clear_inputs, difference, kept
 from trimtab.tensors.structure import flatten
@@ -25,7 +25,7 @@ MOST_ALONE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneChannels(Pass):
+class PruneChannels(ShrinkingPass):
     """Remove the channels with the smallest weights from convolutions, and hidden units from linear layers and LSTMs.
 
     Pays off on every runtime, because what is left is an ordinary smaller network: half of the channels are about a quarter of
@@ -36,26 +36,11 @@ class PruneChannels(Pass):
     Source: Fang et al. 2023, https://arxiv.org/abs/2301.12900; https://github.com/VainF/Torch-Pruning
     """
 
-    name = "prune_channels"
-    compresses = True
+    words = "{keep:.0%} of the channels"
     requires = ("torch_pruning",)
 
     keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5
     """Share of the channels that stay."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.keep < 1:
-            raise UsageError(f"prune_channels: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    @property
-    def exact(self) -> bool:
-        """Fewer channels change the outputs."""
-        return False
-
-    def describe(self) -> str:
-        """Says how many channels stay."""
-        return f"{self.keep:.0%} of the channels"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs at least two layers, one of them with more than 8 channels."""

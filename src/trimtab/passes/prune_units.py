@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from trimtab.core.candidate import MODEL_ERRORS, Candidate
-from trimtab.core.technique import Choice, Pass
-from trimtab.errors import CompileError, UsageError
-from trimtab.passes.common.structure import STEP, clear_inputs, difference, keep_inputs, keep_outputs, kept, linears
-from trimtab.tensors.structure import cloned
-
-MOST_CALLS = 16
-"""Calibration calls on which activations are measured."""
+from trimtab.core.candidate import Candidate
+from trimtab.core.technique import Choice, ShrinkingPass
+from trimtab.errors import CompileError
+from trimtab.passes.common.structure import (
+    STEP,
+    clear_inputs,
+    difference,
+    keep_inputs,
+    keep_outputs,
+    kept,
+    linears,
+    sums_of_inputs,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneUnits(Pass):
+class PruneUnits(ShrinkingPass):
     """Remove the feed-forward units and attention heads of a transformer that contribute least to its outputs.
 
     Pays off where linear layers dominate, as in encoders with many tokens: a small sentence encoder with half of both ran 2.25
@@ -34,25 +38,10 @@ class PruneUnits(Pass):
     Source: Michel et al. 2019, https://arxiv.org/abs/1905.10650 (heads); McCarley et al. 2019, https://arxiv.org/abs/1910.06360
     """
 
-    name = "prune_units"
-    compresses = True
+    words = "{keep:.0%} of the feed-forward units and heads"
 
     keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5
     """Share of the units and heads that stay."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.keep < 1:
-            raise UsageError(f"prune_units: keep is {self.keep!r}; it must be above 0 and below 1.")
-
-    @property
-    def exact(self) -> bool:
-        """Fewer units change the outputs."""
-        return False
-
-    def describe(self) -> str:
-        """Says how many units stay."""
-        return f"{self.keep:.0%} of the feed-forward units and heads"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a wide linear layer between two narrow ones, or attention heads."""
@@ -119,33 +108,8 @@ def _heads(module: nn.Module) -> Any:
 
 def _activations(candidate: Candidate, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Root mean square of each input of the layers ``names`` over calibration inputs, or over the example without these."""
-    model = candidate.own_model()
-    sums: dict[str, torch.Tensor] = {}
-    calls = list(candidate.calibration[:MOST_CALLS]) or [(candidate.args, candidate.kwargs)]
-    with _watched(model, names, sums), contextlib.suppress(*MODEL_ERRORS):  # weights alone decide where it fails
-        for args, kwargs in calls:
-            with torch.no_grad():
-                model(*cloned(args), **cloned(dict(kwargs)))
+    sums = sums_of_inputs(candidate, names, lambda rows: rows.float().square().mean(0), example=True)
     return {name: total.sqrt() for name, total in sums.items()}
-
-
-@contextlib.contextmanager
-def _watched(model: nn.Module, names: Sequence[str], sums: dict[str, torch.Tensor]) -> Iterator[None]:
-    layers = dict(model.named_modules())
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            squares = inputs[0].detach().float().square().flatten(0, -2).mean(0)
-            sums[name] = sums[name] + squares if name in sums else squares
-
-        return hook
-
-    handles = [layers[name].register_forward_pre_hook(watch(name)) for name in names]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _prune(pruned: nn.Module, masked: nn.Module, inner: str, outer: str, keep: float, activations: torch.Tensor | None) -> None:

@@ -57,7 +57,8 @@ class Recover(Pass):
     Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531
     """
 
-    name = "recover"
+    exact = False  # training changes the outputs
+    needs = frozenset({"training"})
     compresses = True
 
     updates: Annotated[int, Choice(200, 800)] = 200
@@ -74,16 +75,6 @@ class Recover(Pass):
         for name in ("updates", "temperature", "alpha"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"recover: {name} is {getattr(self, name)!r}; it must be above 0.")
-
-    @property
-    def exact(self) -> bool:
-        """Training changes the outputs."""
-        return False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Data to train on."""
-        return frozenset({"training"})
 
     def describe(self) -> str:
         """Says how long it trains."""

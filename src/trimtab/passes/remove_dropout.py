@@ -21,11 +21,7 @@ class RemoveDropout(Pass):
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html (dropout is for training only).
     """
 
-    name = "remove_dropout"
-
-    def describe(self) -> str:
-        """Describes the rewrite."""
-        return "dropout removed"
+    words = "dropout removed"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a dropout layer."""

@@ -35,7 +35,7 @@ class Sparsify(Pass):
     Source: Han et al. 2015, https://arxiv.org/abs/1506.02626; N:M patterns: Mishra et al. 2021, https://arxiv.org/abs/2104.08378
     """
 
-    name = "sparsify"
+    exact = False  # zeros change the outputs
     compresses = True
 
     scope: Literal["layer", "global", "threshold", "n:m"] = "layer"
@@ -57,11 +57,6 @@ class Sparsify(Pass):
         found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.pattern)
         if found is None or int(found[1]) >= int(found[2]):
             raise UsageError(f"sparsify: pattern is {self.pattern!r}; give two numbers such as 2:4, the first one smaller.")
-
-    @property
-    def exact(self) -> bool:
-        """Zeros change the outputs."""
-        return False
 
     def describe(self) -> str:
         """Says which weights are zero."""

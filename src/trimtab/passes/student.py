@@ -22,17 +22,9 @@ class Student(Pass):
     Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531
     """
 
-    name = "student"
+    words = "the student"
+    exact = False  # it is another network
     compresses = True
-
-    @property
-    def exact(self) -> bool:
-        """It is another network."""
-        return False
-
-    def describe(self) -> str:
-        """Names it."""
-        return "the student"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a student."""

@@ -26,18 +26,10 @@ class SwapActivations(Pass):
     Source: Mirzadeh et al. 2023, https://arxiv.org/abs/2310.04564
     """
 
-    name = "swap_activations"
+    words = "ReLU instead of smooth activations"
+    exact = False  # another function gives other outputs
     compresses = True
     trained_only = True
-
-    @property
-    def exact(self) -> bool:
-        """Another function gives other outputs."""
-        return False
-
-    def describe(self) -> str:
-        """Names the function."""
-        return "ReLU instead of smooth activations"
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a smooth activation function."""

@@ -7,32 +7,24 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Pass
+from trimtab.core.technique import SettingPass
 
 NEEDED = (8, 0)
 """Compute capability of Ampere GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tf32(Pass):
+class Tf32(SettingPass):
     """Round the inputs of float32 products to 10 bits of mantissa, so that tensor cores can multiply them.
 
     Pays off on NVIDIA GPUs since Ampere, for all products in float32, with or without mixed precision for the others.
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices
     """
 
-    name = "tf32"
+    words = "products in TensorFloat-32"
+    exact = False  # 10 bits of mantissa instead of 23 change the outputs
     modes = frozenset({"train"})
     sets = frozenset({"precision.tf32"})
-
-    @property
-    def exact(self) -> bool:
-        """10 bits of mantissa instead of 23 change the outputs."""
-        return False
-
-    def describe(self) -> str:
-        """Names the format."""
-        return "products in TensorFloat-32"
 
     def why_not_here(self) -> str | None:
         """Needs an Ampere GPU or a newer one."""
@@ -50,7 +42,3 @@ class Tf32(Pass):
         if torch.cuda.get_device_capability(device) < NEEDED:
             return f"tf32 needs compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``precision.tf32``; the Trainer sets torch's precision."""
-        return candidate.with_settings({"precision.tf32": True})

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from trimtab.core.candidate import Candidate
-from trimtab.core.technique import Choice, Pass
+from trimtab.core.technique import Choice, SettingPass
 from trimtab.errors import UsageError
 from trimtab.hardware import system
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threads(Pass):
+class Threads(SettingPass):
     """Compute each operator with this many threads.
 
     Most runtimes use all cores by default. Fewer threads pay off for small networks, where distributing the work costs more
@@ -20,7 +19,6 @@ class Threads(Pass):
     Source: https://docs.pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html
     """
 
-    name = "threads"
     modes = frozenset({"infer", "train"})
     sets = frozenset({"threads"})
 
@@ -41,7 +39,3 @@ class Threads(Pass):
         if self.count > (cores := system.usable_cores()):
             return f"threads asks for {self.count} threads, and the cores that this process may use are {cores}."
         return None
-
-    def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting ``threads``; backends and the Trainer apply it."""
-        return candidate.with_settings({"threads": self.count})

@@ -52,8 +52,7 @@ class Unit:
         self.faults = int(after[2] - before[2])
         self.grown_mb = (after[3] - before[3]) / 1e6
         self.evaluates, self.begins_epoch = after[4] > before[4], after[5] > before[5]
-        self.collector_ms = (after[6] - before[6]) * NS
-        self.cpu_ms = (after[7] - before[7]) * NS
+        self.cpu_ms = (after[6] - before[6]) * NS
 
 
 def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeRecord:
@@ -111,9 +110,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
-        anomaly_share=log["anomaly_share"],
         texts=log["texts"] | {where: text for row in log["reading"] for where, text, *_ in row["lines"] if text},
-        collector_ms=sum(u.collector_ms for u in clean) / n,
         losses=tuple(log["losses"]),
         notes=tuple(notes),
         **outside,

@@ -1,4 +1,4 @@
-"""Settings that may make a script faster, by what a probe saw of it."""
+"""Numbers of workers and threads that may make a script faster, beside the remedies that checks propose."""
 
 from __future__ import annotations
 
@@ -6,53 +6,20 @@ from collections.abc import Iterator
 
 from trimtab.core.evidence import LoaderRecord, ProbeRecord
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
-from trimtab.hardware.environment import Environment
 
 WAITS = 0.03
 """Share of a step spent waiting for data from which on other workers are tried."""
-FAULT_MS, FAULTS = 0.4e-3, 0.01
-"""Estimated milliseconds of a page fault, and their share of a step from which on freed memory is kept."""
-PADDING = 0.05
-"""Share of padding from which on columns are trimmed."""
-COMPILES_FROM_MS = 1.0
-"""Steps shorter than this are rarely worth seconds of compilation."""
 
 
-def candidates(record: ProbeRecord, environment: Environment) -> list[ScriptSettings]:
-    """The settings to try for a script, those first whose cause was seen most clearly. No setting of lower precision is there,
-    because the losses would differ."""
-    found = [*_step(record), *_data(record), *_memory(record), *_threads(record)]
-    plain = any(not module.compiled and module.parameters for module in record.modules)
-    compiles = environment.compiler is not None or record.device.startswith("cuda")
-    if plain and compiles and record.step_ms >= COMPILES_FROM_MS:
-        found.append(ScriptSettings(compile=True))
-    return found
-
-
-def _step(record: ProbeRecord) -> Iterator[ScriptSettings]:
-    if "anomaly mode" in record.flags:
-        yield ScriptSettings(debug_off=True)
-    if any(module.gradients_unused for module in record.modules):
-        yield ScriptSettings(no_grad=True)
-    if any((loader.padding or 0.0) > PADDING for loader in record.loaders):
-        yield ScriptSettings(trim_padding=True)
-    if any(module.dtype == "float64" for module in record.modules):
-        yield ScriptSettings(float32=True)
-    if any(module.convolutions and module.channels_last < 1 for module in record.modules):
-        yield ScriptSettings(channels_last=True)
-    own = [optimizer for optimizer in record.optimizers if optimizer.kernel in ("single", "foreach")]
-    if any(optimizer.can_fuse for optimizer in own):
-        yield ScriptSettings(optimizer="fused")
-    elif any(optimizer.kernel == "single" for optimizer in own):
-        yield ScriptSettings(optimizer="foreach")
-    if any(optimizer.zero_filled for optimizer in record.optimizers):
-        yield ScriptSettings(set_to_none=True)
-
-
-def _data(record: ProbeRecord) -> Iterator[ScriptSettings]:
+def candidates(record: ProbeRecord) -> Iterator[ScriptSettings]:
+    """The settings to try for a script; their gain shows only in a measurement."""
     for loader in record.loaders:
         for settings in _loader(loader, record):
             yield ScriptSettings(loaders={loader.site: settings})
+    ranks = record.distributed.ranks if record.distributed is not None else 1
+    mine = max(1, record.cores // ranks)
+    for threads in sorted({1, max(1, mine // 2), mine} - {record.threads}, reverse=True):
+        yield ScriptSettings(threads=threads)
 
 
 def _loader(loader: LoaderRecord, record: ProbeRecord) -> Iterator[LoaderSettings]:
@@ -74,16 +41,3 @@ def _loader(loader: LoaderRecord, record: ProbeRecord) -> Iterator[LoaderSetting
         yield LoaderSettings(persistent=True)
     if record.device.startswith("cuda") and not loader.pin_memory:
         yield LoaderSettings(pin_memory=True)
-
-
-def _memory(record: ProbeRecord) -> Iterator[ScriptSettings]:
-    faults = record.memory.page_faults if record.memory is not None else 0.0
-    if record.device == "cpu" and faults * FAULT_MS > FAULTS * record.step_ms:
-        yield ScriptSettings(keep_freed=True)
-
-
-def _threads(record: ProbeRecord) -> Iterator[ScriptSettings]:
-    ranks = record.distributed.ranks if record.distributed is not None else 1
-    mine = max(1, record.cores // ranks)
-    for threads in sorted({1, max(1, mine // 2), mine} - {record.threads}, reverse=True):
-        yield ScriptSettings(threads=threads)

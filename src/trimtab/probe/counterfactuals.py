@@ -18,6 +18,7 @@ from trimtab.measure.pairs import PROCESS_NOISE, compare
 from trimtab.probe.command import Command
 from trimtab.probe.loss_runs import Losses, LossRuns, RunFailed
 from trimtab.probe.serving import ScriptEnded, ScriptFailed, ServedScript
+from trimtab.report.doctor_words import described
 
 TIMING_SHARE = 0.6
 """Share of the time for timing; the rest is for the comparison of losses."""
@@ -265,51 +266,3 @@ def _failed(settings: ScriptSettings, why: str) -> Outcome:
 def _promise(outcome: Outcome) -> float:
     """The speed-up that is possible; 0 if there is none."""
     return outcome.gain.high if outcome.gain is not None and outcome.gain.value > 1.0 else 0.0
-
-
-def described(settings: ScriptSettings) -> str:
-    """The settings in words: ``fused optimizer, trimmed padding``."""
-    words = {
-        "set_to_none": "gradients freed instead of zeroed",
-        "no_grad": "no gradients in evaluation mode",
-        "trim_padding": "trimmed padding",
-        "channels_last": "channels last",
-        "compile": "compiled modules",
-        "debug_off": "anomaly mode off",
-        "float32": "float32 instead of float64",
-        "keep_freed": "freed memory kept",
-    }
-    parts = []
-    for name, value in settings.changes().items():
-        if name == "threads":
-            parts.append(f"{value} thread{'s' if value != 1 else ''}")
-        elif name == "optimizer":
-            parts.append(f"{value} optimizer")
-        elif name == "autocast":
-            parts.append(f"{value} autocast")
-        elif name == "environment":
-            parts.append(", ".join(f"{key}={item}" for key, item in value.items()))
-        elif name == "loaders":
-            parts += [f"{_loader(found)} ({site})" for site, found in value.items()]
-        elif name == "without":
-            parts.append(f"without {value} (a ceiling)")
-        elif name == "files":
-            parts.append("the patched script")
-        else:
-            parts.append(words[name])
-    return ", ".join(parts) or "as written"
-
-
-def _loader(found: object) -> str:
-    fields = [(f.name, getattr(found, f.name)) for f in dataclasses.fields(found)]  # type: ignore[arg-type]
-    words = []
-    for name, value in fields:
-        if name == "workers" and value is not None:
-            words.append(f"{value} worker{'s' if value != 1 else ''}")
-        elif name == "batch_fetch" and value:
-            words.append("batched reading")
-        elif name == "prefetch" and value is not None:
-            words.append(f"{value} batches ahead")
-        elif name in ("persistent", "pin_memory") and value is not None:
-            words.append(f"{'' if value else 'no '}{'persistent workers' if name == 'persistent' else 'pinned memory'}")
-    return ", ".join(words) or "as written"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import json
 import math
 import time
@@ -20,6 +19,8 @@ from trimtab.probe.serving import anchor_of, failure
 from trimtab.train.loss.loss_parity import BaselineLosses
 
 Losses = Literal["equal", "within rounding", "different", "not compared"]
+Values = tuple[float, ...]
+"""The loss of each backward pass of a run; without any, the size of each output."""
 FILE = "losses.json"
 CHAOS = 0.03
 """A loss whose tolerance is a larger share of it decides nothing: training has amplified rounding beyond comparison."""
@@ -35,14 +36,6 @@ class RunFailed(Exception):
     """A run ended without losses; the message is a sentence."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LossRun:
-    """What one run from the first step on gave."""
-
-    values: tuple[float, ...]
-    """The loss of each backward pass; without any, the size of each output."""
-
-
 class LossRuns:
     """Runs of one script. Those as written are made once."""
 
@@ -51,7 +44,7 @@ class LossRuns:
         step_s = max(1e-4, record.step_ms / 1e3)
         self.steps = max(8, min(STEPS, int(LONGEST_S / step_s)))
         self._seconds = 3 * record.start_s + 4 * self.steps * step_s + 20.0
-        self._written: dict[bool, tuple[LossRun, LossRun]] = {}
+        self._written: dict[bool, tuple[Values, Values]] = {}
 
     @property
     def run_s(self) -> float:
@@ -85,9 +78,9 @@ class LossRuns:
             except RunFailed:
                 return "not compared"  # the script does not run twice
         written, shaken = self._written[still]
-        return verdict(written.values, shaken.values, jobs[0].result().values)
+        return verdict(written, shaken, jobs[0].result())
 
-    def _run(self, plan: dict[str, Any]) -> LossRun:
+    def _run(self, plan: dict[str, Any]) -> Values:
         plan = {"mode": "losses", "anchor": anchor_of(self._record), "steps": self.steps} | plan
         with ScriptProcess(self._command, plan, in_place=self._in_place) as process:
             path, deadline = process.out / FILE, time.monotonic() + self._seconds
@@ -98,7 +91,7 @@ class LossRuns:
                 ended = "It took too long." if code is None else failure(process.log(200), code)
                 raise RunFailed(ended)
             found = json.loads(path.read_text(encoding="utf-8"))
-        return LossRun(tuple(found["losses"] or found["outputs"]))
+        return tuple(found["losses"] or found["outputs"])
 
 
 def verdict(written: Sequence[float], shaken: Sequence[float], other: Sequence[float]) -> Losses:

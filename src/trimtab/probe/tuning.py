@@ -20,11 +20,12 @@ from trimtab.probe import configuration
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence
-from trimtab.probe.counterfactuals import Outcome, confirm, described, measure
+from trimtab.probe.counterfactuals import Outcome, confirm, measure
 from trimtab.probe.findings import run_checks
 from trimtab.probe.loss_runs import LossRuns
 from trimtab.probe.observe import observe
 from trimtab.probe.script_study import ScriptStudy
+from trimtab.report.doctor_words import described
 
 BUDGET_S = 180.0
 WATCH_SHARE, CONFIRM_SHARE = 0.4, 0.3
@@ -189,7 +190,7 @@ def to_try(record: ProbeRecord, environment: Environment) -> list[ScriptSettings
     findings, _ = run_checks(record, environment)
     given = [finding.settings for finding in findings if finding.settings is not None]
     found = list[ScriptSettings]()
-    for settings in [*given, *candidates(record, environment)]:
+    for settings in [*given, *candidates(record)]:
         if settings.compile or settings.autocast is not None or settings.without is not None or not settings.changes():
             continue
         if settings not in found:

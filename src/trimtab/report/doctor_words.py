@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimtab._internal.text import counted
-from trimtab.core.diagnosis import Diagnosis, standing
+from trimtab.core.diagnosis import standing
 from trimtab.core.evidence import Phase, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
@@ -119,14 +119,6 @@ def step(record: ProbeRecord) -> str:
 def losses(finding: Finding) -> str:
     """Whether the losses stayed."""
     return f"losses {finding.losses}"
-
-
-def split(diagnosis: Diagnosis) -> dict[str, list[Finding]]:
-    """The findings by :func:`~trimtab.core.diagnosis.standing`."""
-    found: dict[str, list[Finding]] = {"pays": [], "other losses": [], "no gain": [], "advice": [], "not measured": []}
-    for finding in diagnosis.findings:
-        found[standing(finding)].append(finding)
-    return found
 
 
 def unmeasured(finding: Finding) -> str:

@@ -142,7 +142,7 @@ async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[
         StartError: the artifact cannot be served, or no layout fits into the memory.
     """
     cores = system.usable_cores()
-    file = _cache_folder() / "serving" / f"{_fingerprint(path, options, cores)}.json"
+    file = system.cache_folder() / "serving" / f"{_fingerprint(path, options, cores)}.json"
     try:
         kept = from_json(Tuning, json.loads(file.read_text(encoding="utf-8")))
         return dataclasses.replace(kept, cached=True)
@@ -344,13 +344,6 @@ def choice(curve: Sequence[Point], p99_s: float | None, objective: str = "throug
     best = max(point.rows_per_s for point in allowed)
     good = [point for point in allowed if point.rows_per_s * GAIN >= best]
     return min(good, key=lambda point: (point.rows, -point.rows_per_s))
-
-
-def _cache_folder() -> pathlib.Path:
-    """As :func:`trimtab.hardware.environment.cache_folder`, whose module imports torch."""
-    if folder := os.environ.get("TRIMTAB_CACHE"):
-        return pathlib.Path(folder)
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "trimtab"
 
 
 def _fingerprint(path: pathlib.Path, options: Options, cores: int) -> str:

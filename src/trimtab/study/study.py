@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab._internal.serialization import ESCAPED, dumps, from_json, to_json
 from trimtab.core import search_space
-from trimtab.core.backend import BACKENDS, Backend
+from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.core.workload import Workload

@@ -93,6 +93,22 @@ def errors(want: torch.Tensor, got: torch.Tensor) -> list[tuple[float, float]] |
     return found
 
 
+def difference(
+    name: str, want: torch.Tensor, got: torch.Tensor, limit: float, *, floor: float = 1e-6, turned: float = NEAR_TIES
+) -> str | None:
+    """How ``got`` differs from ``want``, as a clause about ``name``; ``None`` if it does not. Errors may reach ``limit`` times
+    the largest value, and ``floor`` besides; of integers a share of ``turned`` may differ."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
+    if is_discrete(want.dtype):
+        differing = too_many_differ(want, got, turned)
+        return differing and f"{name} is wrong: {differing}"
+    if (found := errors(want, got)) is None:
+        return f"{name} has NaN or infinity in other places"
+    wrong = next(((error, size) for error, size in found if not error <= limit * size + floor), None)
+    return None if wrong is None else f"{name} is off by {wrong[0]:.3g} where the largest value is {wrong[1]:.3g}"
+
+
 def _largest(sizes: Sequence[torch.Tensor], bound: float) -> float:
     """The largest value below ``bound``."""
     return max((float(torch.where(size < bound, size, 0.0).max()) for size in sizes), default=0.0)

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.core.settings import Settings
-from trimtab.train.checkpoint.checkpoints import Checkpoints
-from trimtab.train.checkpoint.figure import Figure
+from trimtab.train.checkpoint.checkpoints import Checkpoints, Figure
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.engine.hooks import Hooks
 from trimtab.train.loss.adapter import LossAdapter

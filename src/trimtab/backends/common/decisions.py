@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trimtab.backends.common.exported_program import EXPORT_ERRORS, quiet
+from trimtab.backends.common.exported_program import EXPORT_ERRORS
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.candidate import Candidate
 from trimtab.errors import CompileError
 

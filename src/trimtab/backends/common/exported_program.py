@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import logging
 import pathlib
 import subprocess
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +19,13 @@ from trimtab.backends.common.causes import first_line, known_cause
 from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.graph_call import graph_call
 from trimtab.backends.common.other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
-from trimtab.backends.common.process_lock import SHARED
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.signature import Dim, Signature
 from trimtab.errors import CompileError, IntegrityError
 from trimtab.passes.common.quantized import shapes_known
 from trimtab.safe_load.archives import save_program as write_program
-from trimtab.tensors.comparison import NEAR_TIES, errors, is_discrete, too_many_differ
+from trimtab.tensors.comparison import NEAR_TIES, difference
 from trimtab.tensors.weights import HALVES, weights
 
 PROGRAM = "program.pt2"
@@ -38,9 +35,6 @@ RAISES = "it raises"
 
 EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
 """Errors of exporters and compilers. The list is broad because they run the user's model."""
-
-NOISY = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch._inductor", "torch.onnx")
-"""Loggers of exporters that are silenced."""
 
 Call = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -225,26 +219,12 @@ def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tenso
     if len(outputs) != len(reference):
         return f"it gives {counted(len(outputs), 'tensor')} instead of {len(reference)}"
     reduced = candidate.settings.precision.autocast is not None or any(w.dtype in HALVES for w in weights(candidate.model))
+    limit, turned = (REDUCED_TOLERANCE, REDUCED_TOLERANCE) if reduced else (TOLERANCE, NEAR_TIES)
     signature = candidate.signature
     rows = [(spec.name, a, b) for spec, a, b in zip(signature.outputs, reference, outputs, strict=True)]
     rows += [(f"what it writes to {signature.inputs[i].name}", own[i], given[i]) for i in signature.written]
-    wrong = next((wrong for name, want, got in rows if (wrong := _difference(name, want, got, reduced))), None)
+    wrong = next((wrong for row in rows if (wrong := difference(*row, limit, turned=turned))), None)
     return None if wrong is None else wrong + known_cause(candidate.model)
-
-
-def _difference(name: str, want: torch.Tensor, got: torch.Tensor, reduced: bool) -> str | None:
-    if want.shape != got.shape or want.dtype != got.dtype:
-        return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
-    if not want.numel():
-        return None
-    if is_discrete(want.dtype):
-        turned = too_many_differ(want, got, REDUCED_TOLERANCE if reduced else NEAR_TIES)
-        return f"{name} is wrong: {turned}" if turned else None
-    if (found := errors(want, got)) is None:
-        return f"{name} has NaN or infinity in other places"
-    limit = REDUCED_TOLERANCE if reduced else TOLERANCE
-    wrong = next(((error, size) for error, size in found if error > limit * size + 1e-6), None)
-    return None if wrong is None else f"{name} is off by {wrong[0]:.3g} where the largest value is {wrong[1]:.3g}"
 
 
 def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]) -> list[torch.Tensor]:
@@ -264,26 +244,6 @@ def memory_formats(signature: Signature, memory_format: str) -> list[torch.memor
     """The memory format of each input. The setting applies to 4-D inputs only."""
     lasts = memory_format == "channels_last"
     return [torch.channels_last if lasts and len(s.shape) == 4 else torch.contiguous_format for s in signature.inputs]
-
-
-@contextlib.contextmanager
-def quiet(*, stream: bool = True) -> Iterator[None]:
-    """Suppress warnings and log messages of exporters (deprecations, tracing hints) in the block.
-
-    ``stream=False`` does not redirect standard error; for loading, when other threads may be running.
-    """
-    hidden = contextlib.redirect_stderr(io.StringIO()) if stream else contextlib.nullcontext()
-    with SHARED, warnings.catch_warnings(), hidden:
-        loggers = [logging.getLogger(name) for name in NOISY]
-        levels = [logger.level for logger in loggers]
-        warnings.simplefilter("ignore")
-        try:
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 def save_program(program: ExportedProgram, folder: pathlib.Path) -> list[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import pathlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +17,12 @@ from trimtab._internal.text import counted, summary_line
 from trimtab.backends.common.causes import CONVERSION_ERRORS, known_cause
 from trimtab.backends.common.exported_program import fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
-from trimtab.backends.common.process_lock import SHARED
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
-from trimtab.errors import CompileError
+from trimtab.errors import CompileError, UsageError
 from trimtab.passes.common.quantized import float_twin, is_quantized
-from trimtab.tensors.comparison import errors, is_discrete, ordered, slower, too_many_differ
+from trimtab.tensors.comparison import difference, errors, is_discrete, ordered, slower
 from trimtab.tensors.structure import TENSOR, Structure, flatten
 from trimtab.tensors.weights import tolerance
 
@@ -159,19 +156,6 @@ def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wr
     return outputs[:own]
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress warnings and log messages of converters in the block."""
-    with SHARED, warnings.catch_warnings():
-        level = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(level)
-
-
 def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | None:
     """How a float32 conversion differs from the model, as a sentence; ``None`` if it agrees. Compares the example, other
     values, and other sizes of the dynamic dimensions of ``signature``."""
@@ -189,8 +173,8 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
             got = run(leaves)
         except CONVERSION_ERRORS as error:
             return f"it fails at {what} ({summary_line(str(error))[:200]})"
-        if difference := _difference(expected, got, allowed(leaves, expected)):
-            return f"{difference} at {what}{known_cause(candidate.model)}"
+        if wrong := _difference(expected, got, allowed(leaves, expected)):
+            return f"{wrong} at {what}{known_cause(candidate.model)}"
     return None
 
 
@@ -255,15 +239,9 @@ def _has_nan(outputs: Sequence[torch.Tensor]) -> bool:
 def _difference(expected: Sequence[torch.Tensor], got: Sequence[torch.Tensor], allowed: float) -> str | None:
     if len(expected) != len(got):
         return f"it gives {counted(len(got), 'output')} instead of {len(expected)}"
-    for i, (want, have) in enumerate(zip(expected, got, strict=True)):
-        if want.shape != have.shape or want.dtype != have.dtype:
-            return f"output {i} is {have.dtype}{list(have.shape)} instead of {want.dtype}{list(want.shape)}"
-        if is_discrete(want.dtype):
-            if turned := too_many_differ(want, have):
-                return f"output {i} is wrong: {turned}"
-        elif (error := _error(want, have)) > allowed:
-            return f"output {i} is off by {error:.2g} of its largest value"
-    return None
+    pairs = enumerate(zip(expected, got, strict=True))
+    wrong = (difference(f"output {i}", want, have, allowed, floor=allowed * 1e-6) for i, (want, have) in pairs)
+    return next(filter(None, wrong), None)
 
 
 def _error(want: torch.Tensor, have: torch.Tensor) -> float:
@@ -301,3 +279,17 @@ def _pieces(row: Row, candidate: Candidate, lost: Sequence[str]) -> Iterator[Row
             t.narrow(spec.shape.index(batch), start, now[batch]) if batch in spec.shape else t
             for t, spec in zip(row, candidate.signature.inputs, strict=True)
         ]
+
+
+def check_fields(backend: Any, about: Mapping[str, str]) -> None:
+    """Check the fields that only int8 precisions use.
+
+    Raises:
+        UsageError: one is not at its default, and the precision is not the one that it is ``about``.
+    """
+    if backend.float_layers < 0:
+        raise UsageError(f"{backend.name}: float_layers is {backend.float_layers}; it is 0 or more.")
+    for name, what in about.items():
+        value, default = getattr(backend, name), getattr(type(backend), name)
+        if value != default and not (backend.quantizes if what == "int8" else backend.precision == what):
+            raise UsageError(f"{backend.name}: {name}={value} is about {what}, not {backend.precision}. Leave it at {default}.")

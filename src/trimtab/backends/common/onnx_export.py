@@ -14,10 +14,11 @@ from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.decisions import refuse_decisions
 from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.exported_program import dynamic_shapes
-from trimtab.backends.common.foreign import OpenRun, convert, quiet, wrong_graph
+from trimtab.backends.common.foreign import OpenRun, convert, wrong_graph
 from trimtab.backends.common.io_names import io_names
 from trimtab.backends.common.onnx_file import DATA, MODEL
 from trimtab.backends.common.onnx_int8 import store_rounded_weights
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import require
 from trimtab.errors import CompileError
@@ -64,7 +65,7 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: 
     for name in (MODEL, DATA):
         (folder / name).unlink(missing_ok=True)
     try:
-        with quiet(), torch.no_grad():
+        with quiet(stream=False), torch.no_grad():
             _EXPORTERS[exporter](candidate, folder / MODEL)
         bits = {}
         if is_quantized(candidate.model):

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trimtab.backends.common.foreign import quiet
 from trimtab.backends.common.onnx_file import DATA, MODEL
+from trimtab.backends.common.process_lock import quiet
 from trimtab.core.technique import require
 from trimtab.hardware import environment
 
@@ -65,7 +65,7 @@ def prepare(source: pathlib.Path, target: pathlib.Path) -> None:
     external = {"save_as_external_data": True, "external_data_location": target.name + ".data"}
     options = external if (source.parent / DATA).is_file() else {}
     preprocess = require("onnxruntime.quantization.shape_inference").quant_pre_process
-    with quiet():
+    with quiet(stream=False):
         preprocess(str(source), str(target), skip_symbolic_shape=True, **options)
     onnx = require("onnx")
     model = onnx.load(target)
@@ -129,7 +129,7 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
     """
     quantization = require("onnxruntime.quantization")
     kinds = {"auto": [*LINEAR, "LSTM", "Gather", "Attention"], "linear": list(LINEAR), "all": None}[operators]
-    with quiet():
+    with quiet(stream=False):
         quantization.quantize_dynamic(
             str(prepared),
             str(target),
@@ -164,7 +164,7 @@ def quantize_static(
     """
     quantization = require("onnxruntime.quantization")
     nodes = linear_nodes(prepared) if operators == "linear" or (operators == "auto" and is_transformer(prepared)) else None
-    with quiet():
+    with quiet(stream=False):
         quantization.quantize_static(
             str(prepared),
             str(target),

@@ -17,9 +17,10 @@ from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.decisions import refuse_decisions
 from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.exported_program import export_program, lost_dims
-from trimtab.backends.common.foreign import OpenRun, Row, convert, quiet, wrong_graph
+from trimtab.backends.common.foreign import OpenRun, Row, convert, wrong_graph
 from trimtab.backends.common.io_names import io_names
 from trimtab.backends.common.openvino_file import FILES, HOT, MODEL, core, no_telemetry, runtime
+from trimtab.backends.common.process_lock import quiet
 from trimtab.backends.common.signal_stack import signal_stack_kept
 from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Signature
@@ -94,7 +95,7 @@ def compress(model: Any, but: Sequence[str] = (), *, four_bits: bool = False) ->
 @contextlib.contextmanager
 def _nncf() -> Iterator[Any]:
     core()  # created before nncf's own cores, so that it outlives them
-    with signal_stack_kept(), no_telemetry(), quiet(), contextlib.redirect_stdout(io.StringIO()):
+    with signal_stack_kept(), no_telemetry(), quiet(stream=False), contextlib.redirect_stdout(io.StringIO()):
         yield require("nncf")
 
 
@@ -145,7 +146,7 @@ def _fact(facts: Any, key: str) -> str:
 def _attempt(folder: pathlib.Path, open_run: OpenRun, converter: str, candidate: Candidate) -> None:
     openvino, signature = runtime(), candidate.signature
     try:
-        with quiet(), no_telemetry(), torch.no_grad():
+        with quiet(stream=False), no_telemetry(), torch.no_grad():
             model = _CONVERTERS[converter](candidate)
         _name_ports(model, signature)
         model.set_rt_info(";".join(",".join(map(str, leaf.shape)) for leaf in candidate.leaves), HOT)

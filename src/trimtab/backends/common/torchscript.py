@@ -23,9 +23,9 @@ from trimtab.backends.common.exported_program import (
     disagreement,
     fewer_dims,
     frozen_signature,
-    quiet,
     verified,
 )
+from trimtab.backends.common.process_lock import SHARED, quiet
 from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError, IntegrityError
@@ -131,7 +131,7 @@ def save_script(module: torch.jit.ScriptModule, folder: pathlib.Path, name: str 
 
 def load_script(folder: pathlib.Path, name: str = SCRIPT) -> torch.jit.ScriptModule:
     """Load what :func:`save_script` wrote."""
-    with quiet(stream=False):
+    with SHARED, warnings.catch_warnings(action="ignore"):
         return load_torchscript(folder / name)
 
 

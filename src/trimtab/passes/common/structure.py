@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from trimtab.core.candidate import MODEL_ERRORS, Candidate, call_model
 from trimtab.tensors.comparison import is_discrete
-from trimtab.tensors.structure import flatten
+from trimtab.tensors.structure import cloned, flatten
 
 STEP = 8
 """Widths are multiples of this: a vector of AVX2 has 8 floats, so a convolution with 36 channels costs as much as with 40."""
 CLOSE = 1e-3
 """Largest error of the masked original, relative to the output's largest value. A wrong part makes errors of about 1."""
 
+MOST_CALLS = 16
+"""Calibration calls on which inputs of layers are measured."""
 ZEROS_STAY = "zeros_stay"
 """Attribute of layers whose zero weights a training leaves zero."""
 
@@ -64,6 +68,29 @@ def difference(candidate: Candidate, model: nn.Module, masked: nn.Module | None 
         if not off <= CLOSE * size + 1e-6:
             return f"its outputs differ from those of the original without these parts by {off:.2g}, of {size:.2g} at most"
     return None
+
+
+def sums_of_inputs(
+    candidate: Candidate, names: Sequence[str], of: Callable[[torch.Tensor], torch.Tensor], *, example: bool = False
+) -> dict[str, torch.Tensor]:
+    """The sum of ``of(rows)`` over the inputs of each of the layers ``names``, on the calibration data or, with ``example`` and
+    without data, on the example. A layer that is not reached before the model fails is left out: weights alone decide there."""
+    model, sums = candidate.own_model(), dict[str, torch.Tensor]()
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            found = of(inputs[0].detach().flatten(0, -2))
+            sums[name] = sums[name] + found if name in sums else found
+
+        return hook
+
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(watch(name))
+    calls = candidate.calibration[:MOST_CALLS] or (((candidate.args, candidate.kwargs),) if example else ())
+    with contextlib.suppress(*MODEL_ERRORS), torch.no_grad():
+        for args, kwargs in calls:
+            model(*cloned(args), **cloned(dict(kwargs)))
+    return sums
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

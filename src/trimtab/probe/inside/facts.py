@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import sys
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from trimtab.probe.inside import calls, hooks, lines, loaders, reading
 from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.remedies import process
+from trimtab.probe.inside.remedies.loaders import BatchReader, generators, same_state
 from trimtab.probe.inside.sites import FOLDER, Place, function_of, site, text_at
 
 Json = dict[str, Any]
@@ -216,7 +216,7 @@ def device() -> str:
 def _module(number: int, module: Any) -> Json:
     parts = list(module.modules())
     parameters = list(module.parameters())
-    types = Counter(str(p.dtype).removeprefix("torch.") for p in parameters for _ in range(1))
+    types = Counter(str(p.dtype).removeprefix("torch.") for p in parameters)
     convolutions = [part for part in parts if isinstance(part, nn.Conv2d)]
     last = [c.weight.dim() == 4 and _channels_last(c.weight) for c in convolutions]
     products = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
@@ -329,43 +329,19 @@ def _loader(entry: loaders.Loader) -> Json:
     return found
 
 
-def _state() -> tuple[Any, ...]:
-    numpy: Any = sys.modules.get("numpy")
-    drawn = numpy.random.get_state() if numpy is not None else ()
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), str([str(part) for part in drawn])
-
-
 def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
-    """Read a batch twice: whether that draws random numbers, and whether ``dataset[places]`` gives the same batch at once."""
+    """Read a batch: whether that draws random numbers, and whether the remedy that reads whole batches works."""
 
-    def one_by_one() -> tuple[list[int], Any, bool]:
-        chosen = [int(place) for place in (places or range(min(8, len(dataset))))][:16]
-        before = _state()
-        batch = collate([dataset[place] for place in chosen])
-        return chosen, batch, _state() != before
+    def one_by_one() -> Any:
+        return collate([dataset[place] for place in chosen])
 
-    def at_once(chosen: list[int], single: Any) -> bool:
-        before = _state()
-        batch = dataset[torch.tensor(chosen)]  # most data sets take one place only
-        return collate is default_collate and _state() == before and _equal(single, batch)
-
-    found, error = attempt(one_by_one)
-    if error is not None:
+    chosen, failed = attempt(lambda: [int(place) for place in (places or range(min(8, len(dataset))))][:16])
+    before = generators()
+    if failed is not None or attempt(one_by_one)[1] is not None:
         return {}
-    chosen, single, draws = found
-    return {"draws": draws, "batch_fetch": bool(attempt(at_once, chosen, single)[0] and not draws)}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if issubclass(type(one), torch.Tensor):
-        if not issubclass(type(other), torch.Tensor):
-            return False
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list):
-        return isinstance(other, tuple | list) and len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+    draws, reader = not same_state(before, generators()), BatchReader(dataset)
+    fits = collate is default_collate and not draws and attempt(reader.read, chosen, one_by_one)[1] is None
+    return {"draws": draws, "batch_fetch": fits and reader.trusted is not False}
 
 
 def reduces() -> bool:
@@ -418,12 +394,7 @@ def compiles() -> bool:
 
 def _recompiles() -> list[Json]:
     utils: Any = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
+    if utils is None or not utils.counters.get("frames"):
         return []
-    counters = utils.counters
-    breaks = {str(reason): int(count) for reason, count in counters.get("graph_break", {}).items()}
-    frames = dict(counters.get("frames", {}))
-    seconds = sum(sum(times) for times in utils.compilation_time_metrics.values()) if breaks or frames else 0.0
-    return (
-        [{"breaks": breaks, "frames": {str(k): int(v) for k, v in frames.items()}, "seconds": float(seconds)}] if frames else []
-    )
+    breaks = {str(reason): int(count) for reason, count in utils.counters.get("graph_break", {}).items()}
+    return [{"breaks": breaks, "seconds": float(sum(sum(times) for times in utils.compilation_time_metrics.values()))}]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
-import sys
 from collections import deque
 from types import FrameType
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import clock
-from trimtab.probe.inside.sites import is_script, place_of, site
+from trimtab.probe.inside.sites import place_of, running, site
 
 found: dict[str, str] = {}
 """``site``: the line that makes an object grow, and ``name``: of the variable."""
@@ -43,20 +42,10 @@ def _containers() -> dict[int, int]:
     }
 
 
-def _frames() -> list[FrameType]:
-    frames = []
-    here: FrameType | None = sys._getframe(1)
-    while here is not None:
-        if is_script(here.f_code):
-            frames.append(here)
-        here = here.f_back
-    return frames
-
-
 def _variables() -> list[tuple[FrameType, str, Any]]:
     """Variables of the script's frames, and attributes of its objects, by the name in the script's text."""
     result = []
-    for frame in _frames():
+    for frame in running():
         names = dict(frame.f_locals) if frame.f_code.co_name != "<module>" else {}
         for name, value in {**frame.f_globals, **names}.items():
             result.append((frame, name, value))

@@ -66,7 +66,6 @@ def optimizer_entry(optimizer: torch.optim.Optimizer) -> Optimizer:
     return found
 
 
-_before_step: list[Callable[[Optimizer, torch.optim.Optimizer], None]] = []
 _after_step: list[Callable[[Optimizer], None]] = []
 _depths: list[int] = []
 _closures: list[int] = []
@@ -87,9 +86,7 @@ def _install_optimizers() -> None:
             return None
         _depths.append(clock.enter(clock.PROBE))
         _closures.append(0)
-        entry = optimizer_entry(optimizer)
-        for callback in _before_step:
-            callback(entry, optimizer)
+        optimizer_entry(optimizer)
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         clock.switch(clock.OPTIMIZER)
         if not callable(closure):
@@ -121,20 +118,15 @@ def _install_optimizers() -> None:
     register_optimizer_step_post_hook(post)
 
 
-def on_optimizer_step(
-    before: Callable[[Optimizer, torch.optim.Optimizer], None] | None = None, after: Callable[[Optimizer], None] | None = None
-) -> None:
-    """Call ``before`` and ``after`` each ``step()`` of any optimizer, third-party ones too."""
+def on_optimizer_step(after: Callable[[Optimizer], None]) -> None:
+    """Call ``after`` each ``step()`` of any optimizer, third-party ones too."""
     _install_optimizers()
-    if before is not None:
-        _before_step.append(before)
-    if after is not None:
-        _after_step.append(after)
+    _after_step.append(after)
 
 
 _losses: list[Callable[[float], None]] = []
 _at_backward: list[Callable[[Any], None]] = []
-_after_backward: list[Callable[[Place | None], None]] = []
+after_backward: list[Callable[[Place | None], None]] = []
 read = torch.Tensor.item
 """``Tensor.item`` as it was before it was watched."""
 
@@ -156,7 +148,7 @@ def _install_backward() -> None:
             if is_compiling() or get_ident() != MAIN:
                 return original(*args, **kwargs)
             depth = clock.enter(clock.PROBE)
-            place = caller(sys._getframe(1)) if _after_backward else None
+            place = caller(sys._getframe(1)) if after_backward else None
             tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
             for seen in _at_backward:
                 seen(tensors)
@@ -169,9 +161,9 @@ def _install_backward() -> None:
             try:
                 return original(*args, **kwargs)
             finally:
-                if _after_backward and sys.exc_info()[0] is None:
+                if after_backward and sys.exc_info()[0] is None:
                     clock.switch(clock.PROBE, depth)
-                    for ended in tuple(_after_backward):
+                    for ended in tuple(after_backward):
                         ended(place)
                 clock.leave(depth)
 
@@ -193,15 +185,7 @@ def around_backward(before: Callable[[Any], None] | None = None, after: Callable
     if before is not None:
         _at_backward.append(before)
     if after is not None:
-        _after_backward.append(after)
-
-
-def forget(*, after_step: Any = None, after_backward: Any = None) -> None:
-    """Take back registrations of :func:`on_optimizer_step` and :func:`around_backward`."""
-    if after_step in _after_step:
-        _after_step.remove(after_step)
-    if after_backward in _after_backward:
-        _after_backward.remove(after_backward)
+        after_backward.append(after)
 
 
 @functools.cache

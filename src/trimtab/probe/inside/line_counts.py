@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from trimtab.probe.inside import clock
-from trimtab.probe.inside.sites import Place, caller, is_script, place_of
+from trimtab.probe.inside.sites import Place, caller, is_script, place_of, running
 
 MOST = 3_000_000
 """Lines after which counting ends: a step of pure Python would take too long."""
@@ -50,7 +50,7 @@ def start(compiled: bool) -> bool:
         _mode.__enter__()  # type: ignore[no-untyped-call]
     if sys.gettrace() is not None:
         return False
-    for frame in _running():
+    for frame in running():
         frame.f_trace = _line
     sys.settrace(_call)
     return True
@@ -75,18 +75,8 @@ def stop() -> None:
         _mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     _counting = False
     sys.settrace(None)
-    for frame in _running():
+    for frame in running():
         frame.f_trace = None
-
-
-def _running() -> list[FrameType]:
-    """The script's frames of this thread."""
-    frames, here = [], sys._getframe(1)
-    while here is not None:
-        if is_script(here.f_code):
-            frames.append(here)
-        here = here.f_back  # type: ignore[assignment]
-    return frames
 
 
 def _call(frame: FrameType, event: str, argument: Any) -> Any:

@@ -41,8 +41,8 @@ _by_id: dict[int, Loader] = {}
 _by_iterator: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
 _arguments: list[Callable[[str, dict[str, Any]], None]] = []
 _epochs: list[Callable[[Loader], None]] = []
-_batches: list[Callable[[Loader, Any], None]] = []
-_after_batches: list[Callable[[Loader], None]] = []
+at_batches: list[Callable[[Loader, Any], None]] = []
+after_batches: list[Callable[[Loader], None]] = []
 
 
 def entry_of(loader: Any) -> Loader:
@@ -115,9 +115,9 @@ def _install_iteration() -> None:
             entry = _by_iterator.get(self)
             if entry is not None:
                 clock.add(("loader", entry.number), ns)
-                for callback in tuple(_batches):
+                for callback in tuple(at_batches):
                     callback(entry, batch)
-                for ended in tuple(_after_batches):
+                for ended in tuple(after_batches):
                     ended(entry)
             clock.leave()
             return batch
@@ -144,14 +144,6 @@ def on_batch(callback: Callable[[Loader, Any], None] | None = None, after: Calla
     """Call ``callback(loader, batch)`` for each batch before the script gets it, then ``after(loader)``."""
     _install_iteration()
     if callback is not None:
-        _batches.append(callback)
+        at_batches.append(callback)
     if after is not None:
-        _after_batches.append(after)
-
-
-def forget(*, batch: Any = None, after: Any = None) -> None:
-    """Take back registrations of :func:`on_batch`."""
-    if batch in _batches:
-        _batches.remove(batch)
-    if after in _after_batches:
-        _after_batches.remove(after)
+        after_batches.append(after)

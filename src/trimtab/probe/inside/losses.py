@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
-import os
 import random
 import sys
 from collections.abc import Callable
@@ -17,7 +15,7 @@ from torch.utils import _pytree
 
 from trimtab.probe.inside import hooks, roots, steps
 from trimtab.probe.inside.ending import leave
-from trimtab.probe.inside.plan import PLAN, rank
+from trimtab.probe.inside.plan import PLAN, rank, tell
 from trimtab.probe.inside.remedies import padding
 
 SHAKE = 1e-6
@@ -44,10 +42,7 @@ def start() -> None:
         if written or rank() != 0:
             return
         written = True
-        path = os.path.join(PLAN["out"], FILE)
-        with open(f"{path}~", "w", encoding="utf-8") as file:
-            json.dump({"losses": losses, "outputs": outputs}, file)
-        os.replace(f"{path}~", path)
+        tell(FILE, {"losses": losses, "outputs": outputs})
 
     def ended(number: int) -> None:
         if number >= int(PLAN.get("steps") or 40):

@@ -58,3 +58,11 @@ def rank() -> int:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
     return int(os.environ.get("RANK") or 0)
+
+
+def tell(name: str, data: dict[str, Any]) -> None:
+    """Write ``data`` into the file ``name`` of ``PLAN["out"]``, where the driver sees it whole or not at all."""
+    path = os.path.join(PLAN["out"], name)
+    with open(f"{path}~", "w", encoding="utf-8") as file:
+        json.dump(data, file)
+    os.replace(f"{path}~", path)

@@ -6,13 +6,8 @@ The log is raw: :mod:`trimtab.probe.analysis` makes the record of it, in the dri
 from __future__ import annotations
 
 import atexit
-import gc
-import itertools
-import json
-import multiprocessing
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import threading
@@ -22,7 +17,6 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import (
-    anomaly,
     audit,
     calls,
     clock,
@@ -39,8 +33,9 @@ from trimtab.probe.inside import (
     steps,
 )
 from trimtab.probe.inside.boundary import attempt
+from trimtab.probe.inside.ending import leave
 from trimtab.probe.inside.facts import batch_facts, first_tensors
-from trimtab.probe.inside.plan import PLAN, process_age_s, rank
+from trimtab.probe.inside.plan import PLAN, process_age_s, rank, tell
 from trimtab.probe.inside.sites import caller, site, texts
 from trimtab.probe.inside.steps import Key
 
@@ -50,9 +45,9 @@ WARM_UP = 6
 CERTAIN = 30
 """Calls of a module in training mode that are looked at for whether a backward pass uses them."""
 
-Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int, int]
-"""Time in ns, totals of the phases in ns, minor page faults, resident bytes, calls of modules that evaluate, iterators made, ns
-of the garbage collector, CPU time in ns; since the process started."""
+Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int]
+"""Time in ns, totals of the phases in ns, minor page faults, resident bytes, calls of modules that evaluate, iterators made,
+CPU time in ns; since the process started."""
 
 marks: dict[Key, list[Snapshot]] = {}
 tallies: list[tuple[int, list[Any]]] = []
@@ -63,13 +58,13 @@ graphs: list[list[Any]] = []
 """[module, training, ns, used, time] of calls that recorded a graph."""
 notes: list[str] = []
 _calls: dict[int, int] = {}
-_evaluations = _iterators = _collector_ns = 0
+_evaluations = _iterators = 0
 _age_s, _began_ns = process_age_s(), time.perf_counter_ns()
 _busy_at_start: tuple[int, float, float] | None = None
 _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
-_counting = _trying_anomaly = False
+_counting = False
 _warm_s = time.time()
 _out_of_time = False
 _owner = os.getpid()
@@ -93,7 +88,6 @@ def begin() -> None:
     reading.watch()
     hooks.around_backward(before=_backward)
     roots.around_calls(_forward)
-    gc.callbacks.append(_collect)
     steps.on_mark(_mark)
     atexit.register(finish, True)
     os.register_at_fork(after_in_child=_forked)
@@ -102,18 +96,6 @@ def begin() -> None:
 def _forked() -> None:
     atexit.unregister(finish)
     clock.keep_spans(False)
-
-
-_collecting = 0
-
-
-def _collect(phase: str, info: dict[str, int]) -> None:
-    global _collecting, _collector_ns
-    if phase == "start":
-        _collecting = time.perf_counter_ns()
-    elif _collecting:
-        _collector_ns += time.perf_counter_ns() - _collecting
-        _collecting = 0
 
 
 def _epoch(loader: loaders.Loader) -> None:
@@ -166,7 +148,7 @@ def _snapshot() -> Snapshot:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     resident = lines.resident()
     cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
-    return now, totals, usage.ru_minflt, resident, _evaluations, _iterators, _collector_ns, cpu
+    return now, totals, usage.ru_minflt, resident, _evaluations, _iterators, cpu
 
 
 def _mark(key: Key) -> None:
@@ -184,13 +166,9 @@ def _mark(key: Key) -> None:
         return
     count = len(of_key)
     mixed = before is not None and now[4:6] != before[4:6]
-    if _trying_anomaly:
-        if _out_of_time or before is None or anomaly.ended_step(_cost(before, now), mixed):
-            finish(False)
-        return
     if _counting:
         line_counts.stop()
-        _try_anomaly(of_key)
+        finish(False)
         return
     if _profiled_from is not None:
         if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
@@ -211,7 +189,7 @@ def _mark(key: Key) -> None:
         if rank() == 0:  # for the case that the profiler ends the process
             attempt(_write, False, "early")
         elif _arrivals:
-            attempt(_save, "arrivals", {"ns": _arrivals})
+            attempt(tell, f"arrivals-{os.getpid()}.json", {"ns": _arrivals})
         if not operators.start(notes):
             finish(False)
 
@@ -226,27 +204,6 @@ def _count_lines() -> None:
     if rank() == 0:
         attempt(_write, False, "early")
         line_counts.start(compiled=facts.compiles())
-
-
-def _ms(before: Snapshot, now: Snapshot) -> float:
-    """Of a step, without the probe."""
-    return (now[0] - before[0] - (now[1][clock.PROBE] - before[1][clock.PROBE])) / 1e6
-
-
-def _cost(before: Snapshot, now: Snapshot) -> float:
-    """Of a step: the CPU time of the process, which other processes and the wait for data do not change; on a GPU the time."""
-    return (now[7] - before[7]) / 1e6 if facts.device() == "cpu" else _ms(before, now)
-
-
-def _try_anomaly(of_key: list[Snapshot]) -> None:
-    """Run a few more steps without anomaly mode and with it, if it is on. All else is written first."""
-    global _counting, _trying_anomaly
-    _counting, _trying_anomaly = False, True
-    if rank() == 0:
-        attempt(_write, False, "early")
-    steps_ms = [_ms(one, other) for one, other in itertools.pairwise(of_key[:_profiled_from])]
-    if _out_of_time or not steps_ms or not anomaly.start(statistics.median(steps_ms)):
-        finish(False)
 
 
 def _time_is_up() -> None:
@@ -264,23 +221,12 @@ def finish(finished: bool) -> None:
     if rank() == 0:
         _, error = attempt(_write, finished)
         if error is not None:
-            _save("failed", {"error": f"{type(error).__name__}: {error}"})
+            tell(f"failed-{os.getpid()}.json", {"error": f"{type(error).__name__}: {error}"})
             if PLAN.get("debug"):
                 raise error
     if finished:
         return
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    for child in multiprocessing.active_children():
-        child.terminate()
-    os._exit(0)
-
-
-def _save(name: str, data: dict[str, Any]) -> None:
-    path = os.path.join(PLAN["out"], f"{name}-{os.getpid()}.json")
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(data, file)
-    os.replace(path + ".new", path)
+    leave()
 
 
 def _is_temporary(path: str) -> bool:
@@ -294,18 +240,17 @@ def _write(finished: bool, name: str = "log") -> None:
     if anchor is not None and anchor[0] == "batch":
         of_anchor = sorted(snapshot for key, found in marks.items() if key[:2] == anchor[:2] for snapshot in found)
     if anchor is None or len(of_anchor) < 2:
-        _save("seen", {"counts": [[*key, count] for key, count in steps.counts.items()], "finished": finished})
+        counts = [[*key, count] for key, count in steps.counts.items()]
+        tell(f"seen-{os.getpid()}.json", {"counts": counts, "finished": finished})
         return
-    first_ns, last_ns = of_anchor[0][0], of_anchor[-1][0]
+    first_ns = of_anchor[0][0]
     measured = of_anchor[: _profiled_from or len(of_anchor)]
-    _save(
-        name,
+    tell(
+        f"{name}-{os.getpid()}.json",
         {
             "finished": finished,
             "anchor": list(anchor),
             "started_s": _age_s + (first_ns - _began_ns) / 1e9,
-            "began_ns": _began_ns,
-            "ended_ns": time.perf_counter_ns(),
             "marks": measured,
             "warm_up": WARM_UP,
             "tallies": [
@@ -323,11 +268,9 @@ def _write(finished: bool, name: str = "log") -> None:
             "children": list(audit.children),
             "operators": operators.found,
             "growth": growth.found,
-            "steps_until": last_ns,
             "runs": {site(place): count for place, count in line_counts.found.items()},
             "sites": [[name, shape, site(place), n] for (name, shape, place), n in line_counts.operators.items()],
             "arrivals": _arrivals,
-            "anomaly_share": anomaly.share(),
             **facts.collect(_warm_s),
             "texts": texts(),
         },

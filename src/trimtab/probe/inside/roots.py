@@ -29,7 +29,7 @@ roots: dict[int, Any] = {}
 """id -> module. The modules are kept alive."""
 called: set[int] = set()
 _wrappers: list[Wrapper] = []
-_after: list[Callable[[Any], None]] = []
+after: list[Callable[[Any], None]] = []
 _classes: set[type] = set()
 _inside = False
 _scans = 0
@@ -58,9 +58,9 @@ def _watch(cls: type) -> None:
                 return call(*args, **kwargs)
             finally:
                 _inside = False
-                if _after:
+                if after:
                     clock.switch(clock.PROBE, depth)
-                    for callback in tuple(_after):
+                    for callback in tuple(after):
                         callback(self)
                 clock.leave(depth)
 
@@ -111,7 +111,7 @@ def _install() -> None:
             seen.add(loader.number)
             scan()
         if _scans >= MOST_SCANS:
-            loaders.forget(batch=at_batch)
+            loaders.at_batches.remove(at_batch)
 
     backwards = 0
 
@@ -123,7 +123,7 @@ def _install() -> None:
         if backwards in (2, 5):
             descend()
         if backwards == 5:
-            hooks.forget(after_backward=after_backward)
+            hooks.after_backward.remove(after_backward)
 
     loaders.on_batch(at_batch)
     hooks.around_backward(after=after_backward)
@@ -139,10 +139,4 @@ def around_calls(wrapper: Wrapper) -> None:
 def after_calls(callback: Callable[[Any], None]) -> None:
     """Call ``callback(module)`` after each call of an outermost module."""
     _install()
-    _after.append(callback)
-
-
-def forget(callback: Any) -> None:
-    """Take back a registration of :func:`after_calls`."""
-    if callback in _after:
-        _after.remove(callback)
+    after.append(callback)

@@ -82,6 +82,16 @@ def caller(frame: FrameType | None) -> Place | None:
     return None if fallback is None else place_of(fallback.f_code, fallback.f_lineno)
 
 
+def running() -> list[FrameType]:
+    """The frames of this thread that are the script's, from the innermost out."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        if is_script(frame.f_code):
+            frames.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return frames
+
+
 def site(place: Place | None) -> str:
     """``train.py:35``, relative to the script's folder where it lies in it; empty for no place."""
     if place is None:

@@ -122,12 +122,14 @@ def _called(module: Any) -> None:
 
 def _forget(kind: str) -> None:
     """Take back what is not needed once the anchor is of ``kind``."""
-    if kind != "backward":
-        hooks.forget(after_backward=_went_back)
-    if kind != "batch":
-        loaders.forget(after=_handed_out)
-    if kind != "forward":
-        roots.forget(_called)
+    kinds: Any = {
+        "backward": (hooks.after_backward, _went_back),
+        "batch": (loaders.after_batches, _handed_out),
+        "forward": (roots.after, _called),
+    }
+    for other, (callbacks, own) in kinds.items():
+        if other != kind and own in callbacks:
+            callbacks.remove(own)
 
 
 def on_step_end(callback: Callable[[int], None]) -> None:

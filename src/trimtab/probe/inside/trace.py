@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from trimtab.probe.inside import roots, steps
+from trimtab.probe.inside.ending import leave
 from trimtab.probe.inside.plan import PLAN
 
 
@@ -28,8 +27,7 @@ def start() -> None:
             return
         if stop is not None:
             stop()
-        sys.stdout.flush()
-        os._exit(0)
+        leave()
 
     steps.on_step_end(end)
 

@@ -21,11 +21,13 @@ from trimtab.measure.remote import LONGEST_REQUEST, listening
 from trimtab.measure.timer import pace, unrecorded
 from trimtab.probe.inside import loaders, roots, steps
 from trimtab.probe.inside.ending import leave
-from trimtab.probe.inside.plan import PLAN, rank
+from trimtab.probe.inside.plan import PLAN, rank, tell
 from trimtab.probe.inside.remedies import apply
 
 SOCKET = "turns"
 """Name of the socket in ``PLAN["out"]``."""
+SETTINGS = "settings.json"
+"""Name of the file there by which rank 0 tells others its settings."""
 IDLE_NS = 20_000_000
 """After a longer pause the workers of a loader have read ahead, and as many steps are not recorded."""
 MOST_MIXED = 20
@@ -131,7 +133,7 @@ class _Server:
         self._whole = settings.get("without") in ("evaluation", "saving")
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             # the other ranks end their step before this one takes part in the next: all switch at the end of that
-            _write_settings(self.done + 1, settings)
+            tell(SETTINGS, {"step": self.done + 1, "settings": settings})
             self._pending = settings
         else:
             apply(settings)
@@ -179,20 +181,9 @@ def _read_ahead(loader: Any) -> int:
     return 0 if loader is None else loader.num_workers * (loader.prefetch_factor or 0)
 
 
-def _settings_file() -> str:
-    return os.path.join(PLAN["out"], "settings.json")
-
-
-def _write_settings(step: int, settings: Mapping[str, Any]) -> None:
-    path = _settings_file()
-    with open(f"{path}~", "w", encoding="utf-8") as file:
-        json.dump({"step": step, "settings": settings}, file)
-    os.replace(f"{path}~", path)
-
-
 def _following() -> Steps:
     """Apply what rank 0 wrote, at the end of the step that it named."""
-    path, done, seen = _settings_file(), 1, 0
+    path, done, seen = os.path.join(PLAN["out"], SETTINGS), 1, 0
     pending: dict[str, Any] | None = None
     while True:
         yield

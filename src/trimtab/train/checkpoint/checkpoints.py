@@ -8,7 +8,6 @@ run resumes from the newest checkpoint whose hashes match.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -17,7 +16,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -26,13 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trimtab._internal.files import path_of
+from trimtab._internal.files import path_of, sha256
 from trimtab._internal.locks import locked
 from trimtab._internal.serialization import dumps
 from trimtab.core.signature import STORED
 from trimtab.errors import StorageError, UsageError
 from trimtab.tensors.weights import in_bytes
-from trimtab.train.checkpoint.figure import Figure
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
 LOCK = ".lock"
@@ -48,6 +46,23 @@ PLAIN = frozenset(getattr(torch, name) for name in STORED)
 """The dtypes of safetensors; tensors of other dtypes are saved as bytes."""
 _NAME = re.compile(r"update-(\d{8})|\.update-(\d{8})\.old")
 """Names of checkpoints. One named ``.old`` was being replaced when the process was killed, and is still valid."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What a validation found for the parameters of a checkpoint."""
+
+    metric: str
+    value: float
+    mode: Literal["min", "max"]
+
+    def better(self, other: Figure | None) -> bool:
+        """Whether it is better than ``other``, which is of another metric, worse, or missing; NaN is never better."""
+        if math.isnan(self.value):
+            return False
+        if other is None or math.isnan(other.value) or (other.metric, other.mode) != (self.metric, self.mode):
+            return True
+        return self.value > other.value if self.mode == "max" else self.value < other.value
 
 
 class Checkpoints:
@@ -420,12 +435,6 @@ def _sparse_tensor(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> t
         return torch.sparse_coo_tensor(indices, values, facts["size"], is_coalesced=facts["coalesced"])
     compressed, plain, values = parts
     return torch.sparse_compressed_tensor(compressed, plain, values, facts["size"], layout=layout)
-
-
-def sha256(path: pathlib.Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _damage(place: pathlib.Path) -> str | None:

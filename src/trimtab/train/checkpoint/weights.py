@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from trimtab.errors import UsageError
-from trimtab.train.checkpoint.checkpoints import Checkpoints, read
-from trimtab.train.checkpoint.figure import Figure
+from trimtab.train.checkpoint.checkpoints import Checkpoints, Figure, read
 from trimtab.train.runtime.state_dict_versions import versioned
 
 KEEP = "Give Trainer(keep_best=1), or EarlyStopping(), and fit(train, validate)"

@@ -10,6 +10,7 @@ import torch
 
 from trimtab._internal.text import counted, of_type
 from trimtab._internal.user_code import user_code
+from trimtab._internal.validation import length_of
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.data.batch_structure import split, united
 from trimtab.train.data.device_prefetch import Transfer
@@ -116,9 +117,7 @@ class MicroBatcher:
 
     def length(self) -> int | None:
         """Groups left in the epoch; ``None`` if the loader has no length."""
-        try:
-            batches = len(self.batches)  # type: ignore[arg-type]
-        except TypeError:
+        if (batches := length_of(self.batches)) is None:
             return None
         return -(-((batches if self.limit is None else min(batches, self.limit)) - self.taken) // self.accumulate)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trimtab._internal.text import counted
 from trimtab._internal.units import seconds
+from trimtab._internal.validation import length_of
 from trimtab.errors import UsageError
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.world import World
@@ -67,10 +68,8 @@ def _batches(name: str, limit: float | None, loader: Iterable[Any], world: World
     """``limit`` as a number of batches of this process; at least 1."""
     if not isinstance(limit, float):
         return limit
-    try:
-        length = len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(f"{name} is {limit}, a share of the batches, and the loader has no len(). Give a number.") from None
+    if (length := length_of(loader)) is None:
+        raise UsageError(f"{name} is {limit}, a share of the batches, and the loader has no len(). Give a number.")
     return max(1, round(max(world.gathered(length)) * limit))
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trimtab._internal.user_code import in_worker
+from trimtab._internal.user_code import explaining, in_worker
 from trimtab.errors import NonFiniteError, UsageError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.distributed.consistency import tell
@@ -95,7 +95,7 @@ def remark(context: RunContext, ready: Ready, steps: int | None) -> str | None:
     )
 
 
-class Saving:
+class Saving(explaining):
     """A block between two updates: if it fails, a checkpoint is written first, provided that all processes can take part.
 
     A process that trains alone also writes one if its generator of updates is closed in the block; and in an update that has
@@ -105,14 +105,7 @@ class Saving:
     def __init__(self, context: RunContext, ready: Ready, *, updating: bool = False) -> None:
         self.context, self.ready, self.updating = context, ready, updating
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.failed(error)
-
-    def failed(self, error: BaseException) -> None:
+    def explain(self, error: BaseException) -> None:
         """Write a checkpoint, if one is to follow ``error``."""
         context = self.context
         alone = context.world.processes == 1

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trimtab._internal.text import counted
+from trimtab._internal.validation import length_of
 from trimtab.errors import UsageError
 from trimtab.train.engine import epoch
 from trimtab.train.run_context import RunContext
@@ -54,7 +55,7 @@ def begin_other(context: RunContext, last: tuple[Any, Any] | None, given: Any) -
         position.stale = 0  # it ended the last run; a call that asks for more epochs gets them
     before, dataset = last[0], getattr(given, "dataset", None)
     anew = dataset is not None and dataset is getattr(before, "dataset", None)
-    if before is given or (anew and _batches_of(before) == _batches_of(given)):
+    if before is given or (anew and length_of(before) == length_of(given)):
         return False
     if position.batch:
         batch = position.batch
@@ -82,7 +83,7 @@ def check_epoch(context: RunContext, train: Iterable[Any]) -> None:
 
 def batches_in_all(train: Iterable[Any], world: World) -> int | None:
     """Batches per epoch of all processes; ``None`` if a loader has no length."""
-    found = world.gathered(_batches_of(train))  # includes processes with the same data, if layers are split
+    found = world.gathered(length_of(train))  # includes processes with the same data, if layers are split
     return None if None in found else sum(filter(None, found)) * world.size // len(found)
 
 
@@ -129,12 +130,5 @@ def reached_end(context: RunContext, epochs: int | None, steps: int | None) -> b
 
 def _of_epoch(context: RunContext, train: Iterable[Any]) -> int | None:
     """Batches of an epoch of this process, within ``limit_train``."""
-    count, limit = _batches_of(train), context.fit.limit_train
+    count, limit = length_of(train), context.fit.limit_train
     return count if count is None or limit is None else min(count, limit)
-
-
-def _batches_of(train: Iterable[Any]) -> int | None:
-    try:
-        return len(train)  # type: ignore[arg-type]
-    except TypeError:
-        return None

@@ -1,9 +1,9 @@
-"""Gradients of parameters: as tensors that can be changed in place, left out, or freed."""
+"""Gradients of parameters: as tensors that can be changed in place, left out, clipped by value, or freed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -45,3 +45,12 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
     """Free the gradients."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def clip_values(grads: Sequence[torch.Tensor], bound: float | None) -> None:
+    """Bring every element of the gradients between ``-bound`` and ``bound``, in place; of shards each its own part."""
+    if bound is None or not grads:
+        return
+    parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    torch._foreach_clamp_min_(parts, -bound)
+    torch._foreach_clamp_max_(parts, bound)

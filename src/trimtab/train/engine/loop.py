@@ -69,7 +69,7 @@ def _epoch(
         try:
             update = ready.step(batches, run)
         except BaseException as error:
-            unharmed.failed(error)
+            unharmed.explain(error)
             raise
         if not context.world.used:
             break
@@ -87,7 +87,7 @@ def _epoch(
         try:  # a with statement calls two functions in each update
             yield update
         except BaseException as error:
-            saving.failed(error)
+            saving.explain(error)
             raise
         if context.world.stopping(context.ending):
             return False

@@ -18,12 +18,11 @@ from trimtab.core.settings import Settings
 from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler
-from trimtab.train.engine.gradients import discard, gradients_of, known_to_be_nothing, left_out
+from trimtab.train.engine.gradients import clip_values, discard, gradients_of, known_to_be_nothing, left_out
 from trimtab.train.engine.hooks import Hooks
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
 from trimtab.train.optim import schedules
-from trimtab.train.optim.clipping import clip_values
 from trimtab.train.optim.optimizer_dict import needs_closure
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.async_scalar import AsyncScalar

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trimtab._internal.user_code import user_code
+from trimtab._internal.validation import length_of
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import map_tensors
 from trimtab.train.data.loader_position import is_seekable
@@ -58,7 +59,7 @@ def checked(context: RunContext, held_out: Iterable[Batch] | None) -> Iterable[B
         )
     if "loss" in metrics:
         raise UsageError("metrics has a 'loss', as the validation's own mean is called. Give yours another name.")
-    lengths = world.gathered(_length(held_out))
+    lengths = world.gathered(length_of(held_out))
     if all(length == 0 for length in lengths):
         raise UsageError("validate has no batch: its len() is 0. Give it data, or leave it out.")
     if world.shared and 0 in lengths:
@@ -190,13 +191,6 @@ def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
         if batch is _END:
             return
         yield batch
-
-
-def _length(batches: Iterable[Batch]) -> int | None:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 @contextlib.contextmanager

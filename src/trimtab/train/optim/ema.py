@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from trimtab.errors import UsageError
 from trimtab.train.optim.optimizer_state import OptimizerModes
 from trimtab.train.runtime import state_dict_versions
+from trimtab.train.runtime.train_modes import equal_nan
 
 
 class Ema:
@@ -244,7 +245,5 @@ def _equal(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))  # of each process
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
     other = other.to(one.device)  # best weights from a checkpoint lie on the CPU
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and equal_nan(one, other)

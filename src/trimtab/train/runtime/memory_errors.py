@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trimtab._internal.user_code import explaining
 from trimtab.errors import WorkloadError
 
 _ASSERTED = (
@@ -39,22 +40,20 @@ def stopped(error: BaseException) -> bool:
     return "device-side assert" in str(error)
 
 
-class telling_stops:
+class telling_stops(explaining):
     """A block of work on a GPU, in which a failed device-side assertion gets a message that names likely causes.
 
     Raises:
         WorkloadError: a kernel failed an assertion.
     """
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and stopped(error):
+    def explain(self, error: BaseException) -> None:
+        """Raise what ``error`` becomes; return if that is itself."""
+        if stopped(error):
             raise WorkloadError(_ASSERTED) from error
 
 
-class final:
+class final(explaining):
     """A block that cannot be tried again, because it has changed state that a second try begins with.
 
     Raises:
@@ -63,13 +62,6 @@ class final:
 
     def __init__(self, sentence: str) -> None:
         self.sentence = sentence
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self.explain(error)
 
     def explain(self, error: BaseException) -> None:
         """Raise what ``error`` becomes; return if that is itself."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trimtab._internal.terminal import Console, Live, Text
+from trimtab._internal.text import clock
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.step_clock import PHASES
 from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked, Validated
@@ -71,7 +72,7 @@ class View:
         if last is not None:
             parts += [f"loss {last.loss:.4g}", f"{last.examples_per_s:,.0f} examples/s"]
             if (left := self._left()) is not None:
-                parts.append(f"{duration(left)} left")
+                parts.append(f"{clock(left)} left")
             parts.append(main_phases(last.shares))
         return Text(" · ".join(part for part in parts if part), no_wrap=True, overflow="ellipsis")
 
@@ -137,10 +138,3 @@ def line_of(event: Event) -> str | None:
 def main_phases(shares: Mapping[str, float]) -> str:
     """The phases that take a tenth of the time or more: ``forward 34%, backward 41%``."""
     return ", ".join(f"{phase} {shares[phase]:.0%}" for phase in PHASES if shares.get(phase, 0.0) >= 0.095)
-
-
-def duration(seconds: float) -> str:
-    """``1:02`` or ``1:02:03``."""
-    minutes, rest = divmod(max(round(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

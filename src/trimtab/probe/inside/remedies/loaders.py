@@ -145,9 +145,9 @@ class BatchReader:
             return one_by_one()
 
     def _prove(self, places: Sequence[int], one_by_one: Callable[[], Any]) -> Any:
-        before = _generators()
+        before = generators()
         batch = one_by_one()
-        if not _same_state(before, after := _generators()):
+        if not same_state(before, after := generators()):
             self.trusted = False
             return batch
         for form in (self._form,) if self._form is not None else (_tensor, _array):
@@ -156,7 +156,7 @@ class BatchReader:
                 equal = _equal(batch, self._collated(self._dataset[form(places)]))
             except ERRORS:
                 equal = False
-            if not _same_state(after, _generators()):
+            if not same_state(after, generators()):
                 _restore(after)
                 equal = False
             if equal:
@@ -217,13 +217,15 @@ def _is_power_of_eight(number: int) -> bool:
     return number == 1
 
 
-def _generators() -> tuple[Any, ...]:
+def generators() -> tuple[Any, ...]:
+    """The states of the random generators that a data set may use."""
     numpy = sys.modules.get("numpy")
     own = () if numpy is None else (numpy.random.get_state(),)
     return random.getstate(), torch.get_rng_state(), *own
 
 
-def _same_state(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+def same_state(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Whether nothing was drawn between two results of :func:`generators`."""
     same = before[0] == after[0] and torch.equal(before[1], after[1])
     return same and all(bool((a[1] == b[1]).all()) and a[2:] == b[2:] for a, b in zip(before[2:], after[2:], strict=True))
 

@@ -99,19 +99,13 @@ def _laid_out(value: Any) -> Any:
     return value.contiguous(memory_format=torch.channels_last) if plain else value
 
 
-def _narrow(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
+def _cast(to: torch.dtype, *dtypes: torch.dtype) -> Callable[[Any], Any]:
+    return lambda value: value.to(to) if isinstance(value, torch.Tensor) and value.dtype in dtypes else value
 
 
-def _double(value: Any) -> Any:
-    """What the script computes from the outputs stays in its own type."""
-    return value.double() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
-
-
-def _wide(value: Any) -> Any:
-    half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if half else value
-
+_narrow, _wide = _cast(torch.float32, torch.float64), _cast(torch.float32, torch.bfloat16, torch.float16)
+_double = _cast(torch.float64, torch.float32)
+"""What the script computes from the outputs stays in its own type."""
 
 _DOUBLES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose parameters are float64 as written."""

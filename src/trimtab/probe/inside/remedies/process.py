@@ -14,71 +14,48 @@ _KEEP_FREED: Mapping[int, tuple[int, ...]] = {-1: (2**31 - 1,), -3: (2**30, 2**2
 """As in :func:`trimtab.hardware.system.keep_freed_memory`, which imports more than a script's process should."""
 
 
-class _Threads:
-    """``torch.set_num_threads`` that stores what the script asks for while other threads are set."""
+class _Setter:
+    """A function of torch that sets a state of the process. While another state is held, it keeps what the script asks for."""
 
-    def __init__(self) -> None:
-        self.given: int | None = None
-        self.asked = torch.get_num_threads()
-        self._set: Callable[[int], None] | None = None
-        self._pid = os.getpid()
-
-    def switch(self, threads: int | None) -> None:
-        if self._set is None:
-            if threads is None or multiprocessing.parent_process() is not None:  # a worker of a loader keeps its one thread
-                return
-            self._set, self.asked, self._pid = torch.set_num_threads, torch.get_num_threads(), os.getpid()
-            torch.set_num_threads = self._requested  # type: ignore[assignment]
-        if threads != self.given:
-            self.given = threads
-            self._set(self.asked if threads is None else threads)
-
-    def _requested(self, threads: int) -> None:
-        assert self._set is not None
-        if self.given is None or os.getpid() != self._pid:  # forked workers of a loader ask for one thread
-            self._set(threads)
-        self.asked = int(threads)
-
-
-class _Anomaly:
-    """``torch.set_anomaly_enabled``, which every way of turning anomaly mode on calls, while the mode must stay off."""
-
-    def __init__(self) -> None:
-        self.off = False
-        self.asked: tuple[bool, bool] = (False, True)
+    def __init__(self, name: str, now: Callable[[], tuple[Any, ...]]) -> None:
+        self.held: tuple[Any, ...] | None = None
+        self.asked: tuple[Any, ...] = ()
+        self._name, self._now, self._pid = name, now, os.getpid()
         self._set: Callable[..., None] | None = None
 
-    def switch(self, off: bool) -> None:
+    def switch(self, held: tuple[Any, ...] | None) -> None:
         if self._set is None:
-            if not off:
+            if held is None:
                 return
-            self.asked = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
-            self._set = torch.set_anomaly_enabled
-            torch.set_anomaly_enabled = self._requested  # type: ignore[assignment]
-        if off != self.off:
-            self.off = off
-            self._set(*((False, True) if off else self.asked))
+            self._set, self.asked, self._pid = getattr(torch, self._name), self._now(), os.getpid()
+            setattr(torch, self._name, self._requested)
+        if held != self.held:
+            self.held = held
+            self._set(*(self.asked if held is None else held))
 
-    def _requested(self, mode: bool, check_nan: bool = True) -> None:
+    def _requested(self, *asked: Any) -> None:
         assert self._set is not None
-        self.asked = (bool(mode), bool(check_nan))
-        if not self.off:
-            self._set(mode, check_nan)
+        if self.held is None or os.getpid() != self._pid:  # forked workers of a loader ask for one thread
+            self._set(*asked)
+        self.asked = asked
 
 
-_threads, _anomaly = _Threads(), _Anomaly()
+_threads = _Setter("set_num_threads", lambda: (torch.get_num_threads(),))
+_anomaly = _Setter("set_anomaly_enabled", lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()))
+"""Every way of turning anomaly mode on calls it."""
 _kept = False
 
 
 def threads() -> int:
     """torch's threads within an operator, as the script has them."""
-    return torch.get_num_threads() if _threads.given is None else _threads.asked
+    return torch.get_num_threads() if _threads.held is None else int(_threads.asked[0])
 
 
 def switch(settings: Mapping[str, Any]) -> None:
     """Apply ``threads``, ``debug_off`` and ``keep_freed``."""
-    _threads.switch(settings.get("threads"))
-    _anomaly.switch(bool(settings.get("debug_off")))
+    if multiprocessing.parent_process() is None:  # a worker of a loader keeps its one thread
+        _threads.switch((settings["threads"],) if settings.get("threads") else None)
+    _anomaly.switch((False, True) if settings.get("debug_off") else None)
     if settings.get("keep_freed"):
         _keep_freed()
 
