@@ -190,8 +190,10 @@ def test_anomaly_mode_stays_off_and_comes_back() -> None:
     assert not torch.is_anomaly_enabled()
     torch.autograd.set_detect_anomaly(True)
     assert not torch.is_anomaly_enabled()
+    torch.set_anomaly_enabled(True, check_nan=False)
     apply({})
     assert torch.is_anomaly_enabled()
+    assert not torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(False)
     assert not torch.is_anomaly_enabled()
 
@@ -241,6 +243,12 @@ def test_a_data_set_is_read_in_batches_only_if_that_is_proven(kind: str, trusted
         got = reader.read(places, lambda places=places: default_collate([data[place] for place in places]))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert reader.trusted is trusted
+
+
+def test_places_of_a_subset_may_be_of_any_type() -> None:
+    data = Subset({"a": 1.0, "b": 2.0}, ["b", "a"])  # type: ignore[arg-type]
+    reader = BatchReader(data)
+    assert reader.read([0, 1], lambda: default_collate([data[place] for place in (0, 1)])).tolist() == [2.0, 1.0]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

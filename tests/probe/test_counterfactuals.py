@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from trimtab.core.evidence import LoaderRecord, ProbeRecord
+from trimtab.core.evidence import LoaderRecord, MemoryRecord, ModuleRecord, OptimizerRecord, ProbeRecord
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 from trimtab.errors import UsageError
@@ -79,7 +79,7 @@ def test_settings_are_timed_in_turns_with_their_losses(script: pathlib.Path) -> 
     assert (faster.losses, faster.how, faster.failed) == ("equal", "one process", None)
     assert read.gain is not None
     assert read.how == "fresh processes"
-    assert "anomaly mode and profiler off" in told
+    assert "anomaly mode off" in told
 
 
 def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathlib.Path) -> None:
@@ -168,9 +168,19 @@ def test_a_failure_is_told_in_a_sentence() -> None:
 
 def test_candidates_fit_what_was_seen() -> None:
     assert [described(each) for each in candidates(record())] == []
-    loader = LoaderRecord(site="train.py:3", dataset="Images", batch_size=8, batches=40, wait_ms=1.0)
-    words = [described(each) for each in candidates(record(loaders=(loader,), cores=2, threads=2))]
-    assert words == ["1 worker, kept over epochs (train.py:3)", "1 thread"]
+    loader = LoaderRecord(site="train.py:3", dataset="Images", batch_size=8, batches=40, wait_ms=1.0, padding=0.1)
+    seen = record(
+        loaders=(loader,),
+        optimizers=(OptimizerRecord(site="a:1", name="Adam", tensors=9, elements=99, kernel="single", can_fuse=True),),
+        modules=(ModuleRecord(name="Net", parameters=9, gradients_unused=0.5, convolutions=2, compiled=True),),
+        memory=MemoryRecord(peak_mb=1, at_start_mb=1, page_faults=2000),
+        cores=2,
+        threads=2,
+    )
+    assert [described(each) for each in candidates(seen)] == [
+        "no gradients in evaluation mode", "padding cut off", "channels_last layout", "fused optimizer",
+        "freed memory kept in the process", "1 worker, kept over epochs (train.py:3)", "1 thread",
+    ]  # fmt: skip
     assert all("worker" not in described(each) for each in candidates(record(loaders=(loader,), cores=1)))
 
 

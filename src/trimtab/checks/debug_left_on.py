@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit
+from trimtab.checks._script import edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
 
-SWITCHED = ("anomaly mode", "profiler")
+ANOMALY = "anomaly mode"
 OFF = {
     "CUDA_LAUNCH_BLOCKING": {"CUDA_LAUNCH_BLOCKING": "0"},
     "TORCH_DISTRIBUTED_DEBUG": {"TORCH_DISTRIBUTED_DEBUG": "OFF"},
     "TORCH_SHOW_CPP_STACKTRACES": {"TORCH_SHOW_CPP_STACKTRACES": "0"},
 }
 COSTS = {
-    "anomaly mode": "It keeps a traceback for every operator and tests every gradient for NaN.",
+    ANOMALY: "It keeps a traceback for every operator and tests every gradient for NaN.",
     "profiler": "It records every operator.",
     "deterministic algorithms": "Some operators then run slower kernels.",
     "CUDA_LAUNCH_BLOCKING": "The host then waits for every kernel.",
@@ -42,7 +42,7 @@ class DebugLeftOn(ScriptCheck):
             where = site if site in subject.texts or ":" in site else None
             off = OFF.get(flag)
             settings = (
-                ScriptSettings(debug_off=True) if flag in SWITCHED else None if off is None else ScriptSettings(environment=off)
+                ScriptSettings(debug_off=True) if flag == ANOMALY else None if off is None else ScriptSettings(environment=off)
             )
             at = f" ({where})" if where else ""
             cost = COSTS.get(flag, "It slows every step.")
@@ -58,6 +58,7 @@ class DebugLeftOn(ScriptCheck):
                     where=where,
                     category="run",
                     settings=settings,
+                    share=share(subject, "forward", "backward") if flag == ANOMALY else None,
                     edit=edit(subject, where, "Turn it off except when looking for an error.", **able),
                 )
             )

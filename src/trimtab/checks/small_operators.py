@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab.checks._script import on_gpu, share
-from trimtab.checks.debug_left_on import SWITCHED
+from trimtab.checks.debug_left_on import ANOMALY
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -34,7 +34,7 @@ class SmallOperators(ScriptCheck):
         compiled = any(module.compiled for module in subject.modules)
         time = share(subject, "forward", "backward")
         short, calls = subject.small_operators, subject.operator_calls
-        if not subject.flags.keys().isdisjoint(SWITCHED):
+        if not subject.flags.keys().isdisjoint((ANOMALY, "profiler")):
             return []
         if compiled or short < self.short or calls < self.calls or time < self.least or not subject.modules:
             return []

@@ -1,4 +1,4 @@
-"""Numbers of workers and threads that may make a script faster, beside the remedies that checks propose."""
+"""Settings to try for a script beside the remedies that checks propose, from smaller causes on than checks tell of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 
 WAITS = 0.03
 """Share of a step spent waiting for data from which on other workers are tried."""
+FAULT_MS, FAULTS = 0.4e-3, 0.01
+"""Estimated milliseconds of a page fault, and their share of a step from which on freed memory is kept."""
+PADDING = 0.05
+"""Share of padding from which on columns are trimmed."""
 
 
 def candidates(record: ProbeRecord) -> Iterator[ScriptSettings]:
     """The settings to try for a script; their gain shows only in a measurement."""
+    yield from _step(record)
     for loader in record.loaders:
         for settings in _loader(loader, record):
             yield ScriptSettings(loaders={loader.site: settings})
@@ -20,6 +25,25 @@ def candidates(record: ProbeRecord) -> Iterator[ScriptSettings]:
     mine = max(1, record.cores // ranks)
     for threads in sorted({1, max(1, mine // 2), mine} - {record.threads}, reverse=True):
         yield ScriptSettings(threads=threads)
+
+
+def _step(record: ProbeRecord) -> Iterator[ScriptSettings]:
+    if any(module.gradients_unused for module in record.modules):
+        yield ScriptSettings(no_grad=True)
+    if any((loader.padding or 0.0) > PADDING for loader in record.loaders):
+        yield ScriptSettings(trim_padding=True)
+    if any(module.convolutions and module.channels_last < 1 for module in record.modules):
+        yield ScriptSettings(channels_last=True)
+    own = [optimizer for optimizer in record.optimizers if optimizer.kernel in ("single", "foreach")]
+    if any(optimizer.can_fuse for optimizer in own):
+        yield ScriptSettings(optimizer="fused")
+    elif any(optimizer.kernel == "single" for optimizer in own):
+        yield ScriptSettings(optimizer="foreach")
+    if any(optimizer.zero_filled for optimizer in record.optimizers):
+        yield ScriptSettings(set_to_none=True)
+    faults = record.memory.page_faults if record.memory is not None else 0.0
+    if record.device == "cpu" and faults * FAULT_MS > FAULTS * record.step_ms:
+        yield ScriptSettings(keep_freed=True)
 
 
 def _loader(loader: LoaderRecord, record: ProbeRecord) -> Iterator[LoaderSettings]:

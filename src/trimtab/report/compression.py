@@ -106,7 +106,7 @@ def rounding(record: Record) -> Chart | None:
         "y": list(names),
         "x": list(values),
         "marker": {"color": "@accent"},
-        "hovertemplate": "%{y}<br>%{x:.3g} of the outputs' variance<extra></extra>",
+        "hovertemplate": "%{y}<br>%{x:.3g} of the outputs' variance over the examples<extra></extra>",
     }
     layout = {
         "xaxis": {"title": {"text": "change of the outputs, relative to their variance"}, "rangemode": "tozero"},

@@ -28,7 +28,7 @@ SETTINGS: Mapping[str, str] = {
     "trim_padding": "padding cut off",
     "channels_last": "channels_last layout",
     "compile": "torch.compile",
-    "debug_off": "anomaly mode and profiler off",
+    "debug_off": "anomaly mode off",
     "float32": "float32 in place of float64",
     "keep_freed": "freed memory kept in the process",
     "batch_fetch": "whole batches read at once",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import hashlib
+import os
 import pathlib
 import shutil
 import time
@@ -43,6 +44,8 @@ THREAD_LIMIT = "thread limit"
 """Key in the storage: the number of threads of the study, and what other processes used as it began."""
 AGAIN = 4.0
 """Maximum duration of the second timing of a training, in multiples of the first: its interval is half as wide."""
+COMPILATION_S = 40.0
+"""Expected seconds of the first compilation of a training, beside those of another trial."""
 LENT = 0.5
 """Share of the time kept for the confirmation that the first form of a runtime may take."""
 KEEP = 3
@@ -107,7 +110,8 @@ class Study:
         """Number of threads with which everything is computed and timed, because other processes use the machine."""
         self.runner.limit_threads(self.thread_limit)
         if busy:
-            wide = "figures will be wide" + (" unless OMP_NUM_THREADS=1" if self.task.mode == "train" else "")
+            several = self.task.mode == "train" and os.environ.get("OMP_NUM_THREADS") != "1"
+            wide = "figures will be wide" + (" unless OMP_NUM_THREADS=1" if several else "")
             how = wide if self.thread_limit is None else "everything is timed with one thread"
             self.progress.remark(f"Busy machine: {self.others}, so {how}.")
         self.progress.stage("checking the workload with a dry run")
@@ -351,13 +355,16 @@ class Study:
         name = ask.recipe.backend.name
         return ask.stage == "lossless" and all(trial.recipe.backend.name != name for trial in self._trials)
 
-    def _first_form_s(self, ask: Ask, end: float, confirm_s: float) -> float:
+    def _first_form_s(self, ask: Ask, end: float, confirm_s: float) -> float | None:
         """The most seconds that ``ask``, the first form of a runtime, may take until ``end``: other runtimes that compile in
-        seconds are to be tried too, and then the best form to be confirmed, for which ``confirm_s`` are not kept yet."""
+        seconds are to be tried too, and then the best form to be confirmed, for which ``confirm_s`` are not kept yet. ``None`` if
+        no other is left."""
         tried = {ask.recipe.backend.name, *(trial.recipe.backend.name for trial in (*self._trials, *self._left_out))}
         others = [Recipe(backend=each) for each in search_space.backends() if each.cost == "seconds" and each.name not in tried]
         needed = [self._likely_s(each) for each in others if not self._why_not(each)]
-        return ranking.share_s(end - time.monotonic(), [*needed, confirm_s] if needed else [])
+        if not needed:
+            return None
+        return ranking.share_s(end - time.monotonic(), [*needed, confirm_s] if confirm_s else needed)
 
     def _trainings_allowed(self) -> dict[str, Any]:
         """More and longer trainings, if the user gave a budget for them."""
@@ -373,7 +380,8 @@ class Study:
         """Expected duration in seconds of a trial of ``recipe``, from those of the trials that compile if it does."""
         last = {trial.recipe.hash: trial for trial in (*self._repeated, *self._trials)}
         alike = [trial for trial in last.values() if _compiles(trial.recipe) == _compiles(recipe)]
-        return ranking.likely_s(recipe.backend, alike, self.baseline, self.runner.startup_s)
+        likely = ranking.likely_s(recipe.backend, alike, self.baseline, self.runner.startup_s)
+        return likely if alike or not _compiles(recipe) else likely + COMPILATION_S
 
     @property
     def _lost(self) -> bool:

@@ -132,7 +132,7 @@ def test_a_gan_equals_the_loop_by_hand_and_resumes(tmp_path: pathlib.Path) -> No
     rates = [group["lr"] for group in again.optimizer.param_groups]
     assert rates == [pytest.approx(0.0), pytest.approx(1e-2 * 0.1**9)]
     last = next(figures for figures in reversed(told) if figures)
-    assert [last[f"train/rate/{name}"] for name in ("critic", "generator")] == rates
+    assert [last[f"train/rates/{name}"] for name in ("critic", "generator")] == rates
 
     with pytest.raises(UsageError, match=r"made with OptimizerDict\(critic=Adam, generator=SGD\), not Adam"):
         Trainer(Gan(), loss=step, optimizer=torch.optim.Adam, checkpoint=tmp_path).resume()

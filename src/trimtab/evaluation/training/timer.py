@@ -22,6 +22,8 @@ from trimtab.train.runtime.world import World
 
 WAITED = 0.1
 """An update counts as waiting if waiting for data takes this share of it."""
+SAMPLED_S = 0.3
+"""Longest update that is timed alone: dozens of them are needed."""
 PATIENT = 4
 """The loader is fast enough if no update waited for this many times the batches that it reads ahead."""
 
@@ -71,9 +73,10 @@ class Updates:
         self.notes = tuple(trainer.notes)
         refuse_parts(trainer)
         alone = not (self._on_gpu or self._workers) and len(shapes(subject.batches)) == 1
-        self.threads = torch.get_num_threads() if alone and waits(self.pid) else None
-        """Threads that compute an update. ``None`` if single updates are not alike or not computed by this process alone, or if
-        the system does not count how long threads wait for a core."""
+        quick = alone and waits(self.pid) and self.block(1)[0] <= 1e9 * SAMPLED_S
+        self.threads = torch.get_num_threads() if quick else None
+        """Threads that compute an update. ``None`` if single updates are not alike or not computed by this process alone, if they
+        take longer than :data:`SAMPLED_S`, or if the system does not count how long threads wait for a core."""
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds per update, over ``calls`` updates."""

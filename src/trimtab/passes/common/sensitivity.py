@@ -31,6 +31,8 @@ FOLDER = "sensitivity"
 """Folder in the candidate's scratch folder with one table for each model and calibration data."""
 MOST_CALLS = 16
 """Calibration calls on which outputs are compared."""
+LEAST_VARIANCE = 1e-300
+"""Smallest variance of an output that errors are related to."""
 BLAMED = 3
 """Most layers that a sentence names."""
 
@@ -106,8 +108,10 @@ def _expected_s(candidate: Candidate) -> float:
 
 def blamed(table: Mapping[str, float]) -> str | None:
     """A sentence that names the first layers of ``table``, from :func:`sensitivities`; ``None`` if it is empty."""
-    named = ", ".join(f"{name} ({value:.2g} of the outputs' variance)" for name, value in list(table.items())[:BLAMED])
-    return f"Rounded alone, these layers change the outputs most: {named}." if named else None
+    named = ", ".join(f"{name} ({value:.2g})" for name, value in list(table.items())[:BLAMED])
+    if not named:
+        return None
+    return f"Rounded alone, these layers change the outputs most, relative to their variance over the examples: {named}."
 
 
 def _measured(candidate: Candidate) -> dict[str, float]:
@@ -116,7 +120,7 @@ def _measured(candidate: Candidate) -> dict[str, float]:
     recurrent = {name: module for name, module in model.named_modules() if isinstance(module, (nn.RNNBase, *EMBEDDINGS))}
     with torch.no_grad(), _inputs_seen(model, recurrent) as inputs, ranges_seen(model, layers) as seen:
         wanted = _outputs(candidate, model)
-    variances = [1.0 if is_discrete(each[0].dtype) else scale_of(each)[0] ** 2 for each in zip(*wanted, strict=True)]
+    variances = [1.0 if is_discrete(each[0].dtype) else max(scale_of(each)[0] ** 2, LEAST_VARIANCE) for each in zip(*wanted, strict=True)]
     table: dict[str, float] = {}
     for name, module in model.named_modules():
         if name in seen:
@@ -207,7 +211,7 @@ def _change(wanted: Outputs, found: Outputs, variances: Sequence[float]) -> floa
 
 
 def _key(candidate: Candidate) -> str:
-    digest = hashlib.sha256(f"{torch.__version__} {environment.has_vnni()} {candidate.model}".encode())
+    digest = hashlib.sha256(f"2 {torch.__version__} {environment.has_vnni()} {candidate.model}".encode())
     for name, tensor in candidate.model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

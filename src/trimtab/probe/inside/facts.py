@@ -339,8 +339,9 @@ def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
     before = generators()
     if failed is not None or attempt(one_by_one)[1] is not None:
         return {}
-    draws, reader = not same_state(before, generators()), BatchReader(dataset)
-    fits = collate is default_collate and not draws and attempt(reader.read, chosen, one_by_one)[1] is None
+    draws = not same_state(before, generators())
+    reader, failed = attempt(BatchReader, dataset)
+    fits = failed is None and collate is default_collate and not draws and attempt(reader.read, chosen, one_by_one)[1] is None
     return {"draws": draws, "batch_fetch": fits and reader.trusted is not False}
 
 

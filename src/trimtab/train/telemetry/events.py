@@ -193,7 +193,7 @@ def figures_of(event: Event) -> dict[str, float]:
     """The figures of ``event`` by name, such as ``train/loss``, for tools that draw curves; empty if it has none."""
     if isinstance(event, Progressed):
         figures = {"train/loss": event.loss, "train/norm": event.norm, "train/rate": event.rate}
-        figures |= {f"train/rate/{name}": value for name, value in event.rates.items()}
+        figures |= {f"train/rates/{name}": value for name, value in event.rates.items()}
         figures |= {f"train/{name}": value for name, value in event.logged.items()}
         figures |= {"speed/examples_per_s": event.examples_per_s}
         figures |= {f"speed/{name}": value for name in _TIMES if (value := getattr(event, name)) is not None}

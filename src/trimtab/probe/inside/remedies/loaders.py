@@ -176,13 +176,16 @@ class BatchReader:
 
 def _tables(dataset: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None:
     """The tensors of a ``TensorDataset``, and the places of a ``Subset`` of it."""
-    mapping = None
+    subsets = []
     while type(dataset) is Subset:
-        inner = torch.as_tensor(list(dataset.indices), dtype=torch.int64)
-        mapping = inner if mapping is None else inner.index_select(0, mapping)
+        subsets.append(dataset.indices)
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset:
         return None
+    mapping = None
+    for indices in subsets:
+        inner = torch.as_tensor(list(indices), dtype=torch.int64)
+        mapping = inner if mapping is None else inner.index_select(0, mapping)
     plain = all(
         type(each) is torch.Tensor and each.layout is torch.strided and not each.requires_grad and each.device.type == "cpu"
         for each in dataset.tensors

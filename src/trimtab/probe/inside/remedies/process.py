@@ -33,11 +33,11 @@ class _Setter:
             self.held = held
             self._set(*(self.asked if held is None else held))
 
-    def _requested(self, *asked: Any) -> None:
+    def _requested(self, *asked: Any, **named: Any) -> None:
         assert self._set is not None
         if self.held is None or os.getpid() != self._pid:  # forked workers of a loader ask for one thread
-            self._set(*asked)
-        self.asked = asked
+            self._set(*asked, **named)
+        self.asked = (*asked, *named.values())
 
 
 _threads = _Setter("set_num_threads", lambda: (torch.get_num_threads(),))
