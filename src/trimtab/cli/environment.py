@@ -127,7 +127,7 @@ def list_command(
     with waiting(f"looking for {kind}"):
         home = {"passes": "core.technique", "backends": "core.backend", "checks": "core.check"}[kind]
         registry = getattr(late(home), kind.upper())
-        with late("backends.common.foreign").quiet():  # some packages print on import
+        with late("backends.common.process_lock").quiet(stream=False):  # some packages print on import
             rows = [_row(cls, late("core.technique")) for cls in registry.values()]
     for note in registry.broken.values():
         typer.echo(f"note: {note}", err=True)
