@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import pathlib
@@ -23,6 +24,8 @@ from trimtab.cli.main import app
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "trimtab"
+LATE = re.compile(r'late\("([\w.]+)"\)\.(\w+)')
+"""A name of a module that a command imports when it runs."""
 README, FROZEN = ROOT / "README.md", pathlib.Path(__file__).parent / "data" / "cli.txt"
 
 ROOMS = [
@@ -296,6 +299,16 @@ def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_what_commands_import_late_is_there() -> None:
+    """The type checker sees no module that is named by a text."""
+    asked = [
+        found for path in sorted((SOURCE / "cli").glob("*.py")) for found in LATE.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert len(asked) > 20
+    missing = [f"{module}.{name}" for module, name in asked if not hasattr(importlib.import_module(f"trimtab.{module}"), name)]
+    assert missing == []
 
 
 def test_files_and_functions_keep_their_budget() -> None:

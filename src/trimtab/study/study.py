@@ -357,8 +357,8 @@ class Study:
 
     def _first_form_s(self, ask: Ask, end: float, confirm_s: float) -> float | None:
         """The most seconds that ``ask``, the first form of a runtime, may take until ``end``: other runtimes that compile in
-        seconds are to be tried too, and then the best form to be confirmed, for which ``confirm_s`` are not kept yet. ``None`` if
-        no other is left."""
+        seconds are to be tried too, and then the best form to be confirmed, for which ``confirm_s`` are not kept yet. ``None``
+        if no other is left."""
         tried = {ask.recipe.backend.name, *(trial.recipe.backend.name for trial in (*self._trials, *self._left_out))}
         others = [Recipe(backend=each) for each in search_space.backends() if each.cost == "seconds" and each.name not in tried]
         needed = [self._likely_s(each) for each in others if not self._why_not(each)]

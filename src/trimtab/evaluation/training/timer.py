@@ -75,8 +75,8 @@ class Updates:
         alone = not (self._on_gpu or self._workers) and len(shapes(subject.batches)) == 1
         quick = alone and waits(self.pid) and self.block(1)[0] <= 1e9 * SAMPLED_S
         self.threads = torch.get_num_threads() if quick else None
-        """Threads that compute an update. ``None`` if single updates are not alike or not computed by this process alone, if they
-        take longer than :data:`SAMPLED_S`, or if the system does not count how long threads wait for a core."""
+        """Threads that compute an update. ``None`` if single updates are not alike or not computed by this process alone, if
+        they take longer than :data:`SAMPLED_S`, or if the system does not count how long threads wait for a core."""
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds per update, over ``calls`` updates."""

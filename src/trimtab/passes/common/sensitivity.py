@@ -120,7 +120,9 @@ def _measured(candidate: Candidate) -> dict[str, float]:
     recurrent = {name: module for name, module in model.named_modules() if isinstance(module, (nn.RNNBase, *EMBEDDINGS))}
     with torch.no_grad(), _inputs_seen(model, recurrent) as inputs, ranges_seen(model, layers) as seen:
         wanted = _outputs(candidate, model)
-    variances = [1.0 if is_discrete(each[0].dtype) else max(scale_of(each)[0] ** 2, LEAST_VARIANCE) for each in zip(*wanted, strict=True)]
+    variances = [
+        1.0 if is_discrete(each[0].dtype) else max(scale_of(each)[0] ** 2, LEAST_VARIANCE) for each in zip(*wanted, strict=True)
+    ]
     table: dict[str, float] = {}
     for name, module in model.named_modules():
         if name in seen:
