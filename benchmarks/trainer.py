@@ -53,7 +53,7 @@ from trimtab.core.measurement import Comparison
 from trimtab.hardware.system import keep_freed_memory
 from trimtab.measure.pairs import compare
 from trimtab.measure.pooled import pooled
-from trimtab.measure.timer import LocalRunner, Runner, pace, uncollected
+from trimtab.measure.timer import LocalRunner, Runner, Sample, SampledRunner, pace, uncollected
 
 Data = list[tuple[torch.Tensor, torch.Tensor]]
 Build = Callable[[], tuple[nn.Module, Data]]
@@ -161,12 +161,17 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
+def runner_of(updates: Iterator[object]) -> SampledRunner:
+    """A runner whose call is one of ``updates``; those of one thread are timed while it does not wait for a CPU."""
+    return LocalRunner(lambda: next(updates), threads=torch.get_num_threads())
+
+
 def trainer(build: Build, settings: Settings) -> Runner:
     """Ours."""
     model, data, _ = made(build)
     run = Trainer(model, loss=nn.CrossEntropyLoss(), optimizer=optimizer_of, settings=settings, progress=False)
     updates = run.updates(data, steps=ENDLESS)
-    return LocalRunner(lambda: next(updates))
+    return runner_of(updates)
 
 
 def bare(build: Build, *, guarded: bool = False) -> Runner:
@@ -187,8 +192,7 @@ def bare(build: Build, *, guarded: bool = False) -> Runner:
                 optimizer.step()
                 yield
 
-    run = updates()
-    return LocalRunner(lambda: next(run))
+    return runner_of(updates())
 
 
 def guarded(build: Build) -> Runner:
@@ -213,8 +217,7 @@ def accelerate(build: Build) -> Runner:
                 optimizer.step()
                 yield
 
-    run = updates()
-    return LocalRunner(lambda: next(run))
+    return runner_of(updates())
 
 
 def one_batch(build: Build) -> Runner:
@@ -296,13 +299,21 @@ class WholeEpochs:
     """A runner whose times are means over whole epochs: a median of updates would not see what an epoch costs beside them."""
 
     def __init__(self, runner: Runner, updates: int) -> None:
-        self.pid = os.getpid()
+        self.pid, self.threads = os.getpid(), runner.threads if isinstance(runner, SampledRunner) else None
         self._runner, self._updates = runner, updates
 
     def block(self, calls: int) -> list[int]:
         """The mean update in nanoseconds, ``calls`` times."""
-        made = -(-calls // self._updates) * self._updates
+        made = self._whole(calls)
         return [sum(self._runner.block(made)) // made] * calls
+
+    def samples(self, count: int, calls: int) -> list[Sample]:
+        """Samples of whole epochs."""
+        assert isinstance(self._runner, SampledRunner)
+        return self._runner.samples(count, self._whole(calls))
+
+    def _whole(self, calls: int) -> int:
+        return -(-calls // self._updates) * self._updates
 
     def pace(self) -> int:
         """How fast the core is now."""
