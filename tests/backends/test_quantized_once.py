@@ -90,11 +90,12 @@ def test_weights_of_eight_bits_are_multiplied_exactly_on_a_cpu_without_vnni(buil
 )
 def test_forms_of_static_int8_on_a_cpu_without_vnni(more, largest, kinds, tmp_path, monkeypatch):
     onnx = pytest.importorskip("onnx")
+    saturates = more.get("full_range") and not environment.has_vnni()  # sums of 8-bit weights, on a real CPU of this kind
     monkeypatch.setattr(environment, "has_vnni", lambda: False)
     backend, one = BACKENDS["onnxruntime"](precision="int8_static", **more), candidate(None)
     executable = backend.compile(one)
     truth = model()(*one.args).detach()
-    assert (executable(*one.args) - truth).abs().max() < 0.1 * truth.abs().max()
+    assert (executable(*one.args) - truth).abs().max() < (0.3 if saturates else 0.1) * truth.abs().max()
     executable.save(tmp_path)
     graph = onnx.load(tmp_path / "model.onnx").graph
     weights = [onnx.numpy_helper.to_array(tensor).astype(int) for tensor in graph.initializer if tensor.data_type == 3]
