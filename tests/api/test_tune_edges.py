@@ -114,11 +114,11 @@ def test_a_batch_that_does_not_fit_beside_the_rival_is_a_failure_and_no_verdict_
 def test_on_a_gpu_a_block_takes_its_memory_first_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, given = prepared(workload(), 1), list[int]()
     updates = Updates(subject, subject.settings, seed=0)
-    updates._on_gpu = True
+    updates._on_gpu, made = True, updates._trainer.position.update
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(updates._trainer.position.update))
     for _ in range(2):
         assert len(updates.block(3)) == 3
-    assert given == [5, 9]  # after the first update, and four in each block
+    assert given == [made + 4, made + 8]  # one more than is recorded in each block
 
 
 def test_a_loader_that_a_function_gives_to_be_gone_through_once_is_made_anew_for_each_epoch() -> None:
