@@ -42,7 +42,7 @@ def serve_command(
         str | None, typer.Option(metavar="SHARE", help="Requests that a new version gets before it takes over [none].")
     ] = None,
     canary_time: Annotated[str | None, typer.Option(help="How long versions are compared [60s].")] = None,
-    canary_slowdown: Annotated[float | None, typer.Option(help="Most latency, in multiples of before [1.1].")] = None,
+    canary_slowdown: Annotated[float | None, typer.Option(help="Largest ratio of latency, new to old [1.1].")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port for HTTP; 0 takes a free one [8000].")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Port for gRPC; 0 takes a free one [8001].")] = None,

@@ -156,9 +156,10 @@ def compare(
     slower than usual, are discarded and counted. If there are too few quiet quads, the quietest are used, and ``foreign``,
     ``stolen`` and ``slowed`` say how noisy they were. A tenth of a block's calls is then hardly disturbed, so the ratio is that
     of the blocks' 10% quantiles: on a host whose cores changed their pace it was within 6% of its middle in 38 of 39 starts,
-    where the ratio of medians was from 22% below to 36% above. The interval also contains the ratio of the medians, of the
-    fastest calls of both sides, and, where others used more than :data:`DISTURBED` of the CPUs, of the calls' times without the
-    time in which their threads waited for a core.
+    where the ratio of medians was from 22% below to 36% above. Where the pace changes within a millisecond, both vary by 20%
+    from start to start, and only more starts help. The interval also contains the ratio of the medians, of the fastest calls of
+    both sides, and, where others used more than :data:`DISTURBED` of the CPUs, of the calls' times without the time in which
+    their threads waited for a core.
 
     ``process_noise``, the variation that more quads do not reduce, is added to the interval at the end, unless a runner is
     compared with itself; ``width`` is about the rest. So by default a difference below about 2% is never sure. For several

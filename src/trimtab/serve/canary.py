@@ -22,8 +22,8 @@ class Trial:
     """The outcomes of one version's requests during a trial."""
 
     def __init__(self) -> None:
-        self.answered = self.failed = self.timed = 0
-        """Answers with 200; answers with 500, 503 or 504; answers whose latency counts."""
+        self.answered = self.failed = 0
+        """Answers with 200; answers with 500, 503 or 504."""
         self.warm = True
         """Whether the latency of answers counts. The first answers after the other version's turn are slower, by up to a half:
         the caches hold the other version's weights."""
@@ -41,7 +41,6 @@ class Trial:
         self.answered += 1
         if not self.warm:
             return
-        self.timed += 1
         self._sum += math.log(max(seconds, 1e-9))
         self._count += 1
         if self._count < self._size:
