@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from _faulty import write
+from _studies import comparison
 from trimtab._internal.serialization import to_json
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.torchscript import TorchScript
@@ -41,8 +42,11 @@ def made():
 """
 
 
-def trial(recipe: Recipe, value: float, low: float, high: float) -> Trial:
-    return Trial(recipe=recipe, state=State.COMPLETE, speedup=Interval(value, low, high), size_mb=1.0)
+def trial(recipe: Recipe, value: float, low: float, high: float, threads: int | None = None) -> Trial:
+    found = comparison(value)
+    if threads is not None:
+        found = dataclasses.replace(found, candidate=dataclasses.replace(found.candidate, conditions={"threads": threads}))
+    return Trial(recipe=recipe, state=State.COMPLETE, speedup=Interval(value, low, high), size_mb=1.0, comparison=found)
 
 
 def test_contenders_are_those_that_may_be_faster_than_the_first() -> None:
@@ -86,6 +90,18 @@ def test_who_may_lose_accuracy_must_surely_be_faster(
     other: Recipe, first: Recipe, ratio: tuple[float, float, float], *, wins: bool
 ) -> None:
     assert _displaces(trial(other, 1, 1, 1), trial(first, 1, 1, 1), Interval(*ratio)) is wins
+
+
+def test_several_threads_meet_one_that_is_nearly_as_fast() -> None:
+    first, one, slow = trial(EXACT, 14.4, 14.0, 14.8, 2), trial(EXACT, 13.6, 13.3, 13.9, 1), trial(EXACT, 9.0, 8.8, 9.2, 1)
+    assert contenders([first, one, slow], "latency") == [first, one]
+    assert contenders([first, slow], "latency") == [first], "threads that bring half as much again"
+    assert contenders([trial(EXACT, 14.4, 14.0, 14.8), one], "latency")[1:] == [], "of unknown threads"
+    assert contenders([first, trial(LOSSY, 13.6, 13.3, 13.9, 1)], "latency") == [first], "a loss for no gain"
+    assert _displaces(one, first, Interval(0.97, 0.96, 0.98))
+    assert not _displaces(one, first, Interval(0.93, 0.92, 0.94))
+    assert not _displaces(first, one, Interval(1.03, 1.02, 1.04))
+    assert _displaces(first, one, Interval(1.08, 1.07, 1.09))
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +152,10 @@ def test_what_an_earlier_run_found_out_stands_however_little_time_there_is(study
     assert study.notes[-1] == "Timed against each other, onnxruntime runs at 0.80x (0.70 to 0.90) of torchscript."
     study.storage.note(_key(fast, slow), to_json(dataclasses.replace(found, ratio=Interval(1.2, 1.1, 1.3))))
     assert run_off(study, [slow, fast], until=time.monotonic()) == [fast, slow]
+    one, two = trial(fast.recipe, 4.9, 4.8, 5.0, 1), trial(slow.recipe, 5.0, 4.9, 5.1, 2)
+    study.storage.note(_key(one, two), to_json(dataclasses.replace(found, ratio=Interval(0.97, 0.96, 0.98))))
+    assert run_off(study, [two, one], until=time.monotonic()) == [one, two]
+    assert study.notes[-1].endswith("0.97x (0.96 to 0.98) of torchscript. It ships, because 2 threads must bring 5% over 1.")
 
 
 @pytest.mark.parametrize("side", ["first", "other"])

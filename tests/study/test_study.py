@@ -132,7 +132,7 @@ def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
     assert len(hashes) == len(set(hashes))
     assert trials[0].recipe == as_written()
     stages = list(dict.fromkeys(trial.stage for trial in trials))
-    assert stages == ["as_written", "tuned", "lossless", "precision", "knobs"]
+    assert stages == ["as_written", "tuned", "lossless", "knobs", "precision"]
     begins = next(n for n, trial in enumerate(trials) if trial.stage == "precision")
     quick = {backend.name for backend in search_space.backends() if backend.cost == "seconds"}
     assert {trial.recipe.backend.name for trial in trials[:begins]} == quick, "each once, before any is timed at length"
@@ -141,6 +141,13 @@ def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
     precise = {t.recipe.backend.name for t in trials if t.stage == "precision"}
     assert "openvino" in precise
     assert "onnxruntime" not in precise, "a backend at a sixth of the best lossless speed does not promise to pay"
+
+
+def test_a_short_call_is_tried_with_one_thread_before_less_precision() -> None:
+    trials = walk(by_backend)
+    one = next(n for n, trial in enumerate(trials) if str(trial.recipe) == "threads(count=1) + openvino")
+    assert all(trial.stage != "precision" for trial in trials[:one])
+    assert sum(trial.stage == "lossless" for trial in trials[:one]) == 3
 
 
 def compressing(outcome, how: tuple[str, ...] = ("prune",), most: int = 400, known: SearchState | None = None) -> list[Trial]:

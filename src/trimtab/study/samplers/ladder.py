@@ -127,9 +127,11 @@ class Ladder(Sampler):
         yield Ask("tuned", plain)
         # each once, before any is timed at length; those with a graph of their own bring most of the gain
         yield from _lossless([*runtimes, *relatives], plain)
+        threads = [knob for knob in search_space.knobs() if "threads" in knob.sets]
+        if _is_quick(_best(done, facts, exact_only=True)):  # several may be fast in some minutes only
+            yield from _with_each(_best(done, facts, exact_only=True), threads[:1])
         yield from _precision(runtimes, plain, done, facts)
         yield from _compressed(done, facts)  # before what gains a few percent, so that a short budget reaches it
-        threads = [knob for knob in search_space.knobs() if "threads" in knob.sets]
         for exact_only in (False, True):  # the best may be best by noise
             if _is_quick(_best(done, facts, exact_only=exact_only)):
                 yield from _with_each(_best(done, facts, exact_only=exact_only), threads)
