@@ -34,7 +34,8 @@ class Share:
     seconds: float
     """Wall-clock time between the snapshots."""
     foreign: float
-    """Used by processes that are not ours, as a share of these CPUs."""
+    """Used by processes that are not ours, as a share of these CPUs; below 0 by the error of :attr:`resolution`, so that a mean
+    over short spans is unbiased. (Without that, spans of 20 ms on an idle machine read 7%.)"""
     stolen: float
     """Taken by the hypervisor for other machines."""
     resolution: float
@@ -105,7 +106,7 @@ def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
     wall = after.at_ns - before.at_ns
     capacity = wall * after.cpus
     own = sum(max(0, ns - before.own_ns[pid]) for pid, ns in after.own_ns.items() if pid in before.own_ns)
-    others = max(0, after.busy_ns - before.busy_ns - own)
+    others = after.busy_ns - before.busy_ns - own
     stolen = max(0, after.stolen_ns - before.stolen_ns)
     return Share(wall / 1e9, min(1.0, others / capacity), min(1.0, stolen / capacity), TICK_NS / capacity)
 
@@ -139,13 +140,13 @@ def others(seconds: float = LOOK_S) -> Others | None:
     time.sleep(seconds)
     after = host.snapshot()
     found = usage(before, after)
-    return None if found is None or after is None else Others(found.disturbed, after.cpus)
+    return None if found is None or after is None else Others(max(0.0, found.disturbed), after.cpus)
 
 
 def foreign(before: Snapshot | None, after: Snapshot | None) -> float | None:
     """Share of CPU time that processes other than ours used between two snapshots."""
     found = usage(before, after)
-    return None if found is None else found.foreign
+    return None if found is None else max(0.0, found.foreign)
 
 
 def stolen(before: Snapshot | None, after: Snapshot | None) -> float | None:

@@ -320,7 +320,7 @@ def _result(
         rival=timed["rival"],
         discarded=4 * (len(session.quiet) + len(session.noisy) - len(used)),
         noise=_noise([quad.rival for quad in used]),
-        foreign=statistics.fmean(quad.mean("foreign") for quad in used),
+        foreign=max(0.0, statistics.fmean(quad.mean("foreign") for quad in used)),
         stolen=statistics.fmean(quad.mean("stolen") for quad in used),
         slowed=statistics.fmean(session.slowed(quad) > SLOWED for quad in used),
         process_noise=process_noise,

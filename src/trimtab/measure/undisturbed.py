@@ -156,7 +156,7 @@ def _result(
         rival=timed["rival"],
         discarded=4 * len(quads) - 2 * len(rival),
         noise=math.expm1(noise),
-        foreign=0.0 if share is None else share.foreign,
+        foreign=0.0 if share is None else max(0.0, share.foreign),
         stolen=0.0 if share is None else share.stolen,
         undisturbed=kept,
         process_noise=process_noise,

@@ -41,9 +41,8 @@ def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
     first, speed = ahead[0], ahead[0].speedup.value
     free = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
     near = free is not None and free.speedup is not None and NEAR * free.speedup.value > speed
-    lean = next((trial for trial in ahead if _fewer_threads(trial, first) and _nearly(trial, first)), None)
-    others = [trial for trial in unsettled(ahead) if trial not in (free, lean)]
-    others += [lean] if lean is not None and lean is not free else []
+    lean = [trial for trial in ahead if _fewer_threads(trial, first) and _nearly(trial, first)][:1]
+    others = [*lean, *[trial for trial in unsettled(ahead) if trial is not free and trial not in lean]]
     # the exact trial meets the fastest lossy one, last and once
     return [first, *others, *([free] if free is not None and (near or free in unsettled(ahead)) else [])]
 
