@@ -21,7 +21,6 @@ _POSITIVE = (
     "data.micro_batch",
     "data.accumulate",
     "memory.activation_mb",
-    "memory.segments",
     "optimizer.clip_norm",
     "optimizer.clip_value",
     "distributed.bucket_mb",
@@ -101,14 +100,6 @@ class MemorySettings(_Checked):
     activation_mb: float | None = None
     """Training: most memory that a micro-batch may take above parameters, gradients and the optimizer's state, in MB (10**6
     bytes). Modules are chosen, by measurement on the first batch, whose activations are recomputed in the backward pass."""
-    segments: int | None = None
-    """Training: parts into which the model's longest ``nn.Sequential`` is divided, each of which is recomputed in the backward
-    pass: a fixed alternative to ``activation_mb``."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.segments is not None and self.activation_mb is not None:
-            raise UsageError("memory.segments and memory.activation_mb both say what is computed again. Give one of them.")
 
 
 @by_name

@@ -73,7 +73,7 @@ class Parts(Step):
         world = world or join(settings)
         self.device = world.device(settings.device)
         asked = [*undecided(settings), *(["compile"] if settings.compile else [])]
-        asked += [f"memory.{name}" for name in ("activation_mb", "segments") if getattr(settings.memory, name) is not None]
+        asked += ["memory.activation_mb"] if settings.memory.activation_mb is not None else []
         asked += ["distributed.sharding"] if world.shared else []
         if asked:
             raise UsageError(f"Settings have {', '.join(asked)}, which only Trainer does. Leave that out, or use Trainer.")

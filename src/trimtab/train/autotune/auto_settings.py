@@ -233,7 +233,7 @@ class _Decisions:
             self.compile_s = compile_s if field == "compile" else self.compile_s
         elif faster is not None:
             result = "off: it does not pay in every process."
-        if self.context.settings.memory.activation_mb is not None or self.context.settings.memory.segments is not None:
+        if self.context.settings.memory.activation_mb is not None:
             gc.collect()  # recomputed modules are in reference cycles
         return self._option(technique), result
 

@@ -24,7 +24,6 @@ from trimtab.train.data.peek import kept_random
 from trimtab.train.engine import setup
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.loss.loss_parity import shaken, too_coarse
-from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
 from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.snapshots import Snapshot, moving, stand_still
@@ -82,9 +81,7 @@ class ShadowRun:
 
     def _keep_budget(self, device: torch.device) -> None:
         """Recompute activations as the run will, by the largest of the batches."""
-        settings, budget = self.settings, self.settings.memory.activation_mb
-        if settings.memory.segments is not None:
-            Recomputed([longest_chain(self.model)], self.model.buffers(), segments=settings.memory.segments)
+        budget = self.settings.memory.activation_mb
         if budget is None:
             return
         with kept_random():

@@ -13,7 +13,7 @@ from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.engine.micro_batch_sizer import MicroBatchSizer, elements_of
 from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch
-from trimtab.train.memory.activation_checkpointing import Recomputed, longest_chain
+from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.run_context import RunContext
 
 _SLACK = 1.05
@@ -35,7 +35,6 @@ class MemoryPlan:
         """Elements of the largest batch that there is a plan for."""
         self._memory = PeakMemory(collect=False)  # collecting garbage takes half a second, longer than some runs
         self._use: PeakUse | None = None
-        self._begun = False
 
     def __enter__(self) -> Self:
         self._memory.__enter__()
@@ -67,13 +66,9 @@ class MemoryPlan:
             UsageError: the activations cannot keep the budget ``activation_mb``.
             WorkloadError: a single example does not fit.
         """
-        settings, model = self.context.settings.memory, self.context.model
-        if settings.segments is not None and not self._begun:
-            self._recomputed = Recomputed([longest_chain(model)], model.buffers(), segments=settings.segments)
-        self._begun = True
         group = self.sizer.begin(step, feed, group)
-        if settings.activation_mb is not None:
-            self._plan(step, group, settings.activation_mb)
+        if (budget := self.context.settings.memory.activation_mb) is not None:
+            self._plan(step, group, budget)
         return group
 
     def _plan(self, step: Step, group: Sequence[Batch], budget: float) -> None:

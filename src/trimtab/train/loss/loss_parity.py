@@ -32,6 +32,7 @@ GRADIENT = 0.02
 FLOOR = 0.01
 """A parameter's gradient is compared relative to its own norm, or to this share of the norm of all gradients if that is larger:
 a gradient that is zero but for rounding, as of a bias before a normalisation, then counts for little."""
+Gradients = Sequence[torch.Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def too_coarse(outputs: Any, targets: Any, dtype: torch.dtype, limit: float) -> 
     )
 
 
-def gradient_distance(want: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]) -> float:
+def gradient_distance(want: Gradients, got: Gradients) -> float:
     """The largest relative difference of a parameter's gradient; 0 if one side has none at all.
 
     ``None`` counts as zeros, which compiled code has in its place.
@@ -151,11 +152,12 @@ def gradient_distance(want: Sequence[torch.Tensor | None], got: Sequence[torch.T
     return max((_distance(*pair) / (max(size, floor) or 1.0) for pair, size in zip(pairs, sizes, strict=True)), default=0.0)
 
 
-def gradients_differ(
-    want: Sequence[torch.Tensor | None], noisy: Sequence[torch.Tensor | None], got: Sequence[torch.Tensor | None]
-) -> str | None:
-    """Why the gradients ``got`` are not ``want`` up to rounding, in a sentence; ``noisy`` are from parameters with noise."""
-    difference, bound = gradient_distance(want, got), max(GRADIENT, MARGIN * gradient_distance(want, noisy))
+def gradients_differ(want: Gradients, noisy: Gradients, got: Gradients, least: float = GRADIENT) -> str | None:
+    """Why the gradients ``got`` are not ``want`` up to rounding, in a sentence; ``noisy`` are from parameters with noise.
+
+    A relative difference of ``least`` is allowed at any rate.
+    """
+    difference, bound = gradient_distance(want, got), max(least, MARGIN * gradient_distance(want, noisy))
     return (
         None if difference <= bound else f"Its gradient differs by {difference:.2g} of what it was, and {bound:.2g} is allowed."
     )

@@ -16,9 +16,9 @@ from torch import nn
 
 from trimtab._internal.text import listed
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.loss.loss_parity import MARGIN, ROUNDING, gradient_distance
+from trimtab.train.loss.loss_parity import ROUNDING, gradients_differ
 from trimtab.train.memory.activation_checkpointing import Recomputed
-from trimtab.train.memory.activation_trace import DifferentiatedError, trace
+from trimtab.train.memory.activation_trace import trace
 from trimtab.train.memory.checkpoint_plans import Plan, front
 from trimtab.train.memory.peak_activations import peak_activations
 from trimtab.train.runtime.memory_errors import go_on
@@ -26,13 +26,9 @@ from trimtab.train.runtime.snapshots import rehearsal
 from trimtab.train.runtime.world import World
 
 _DIFFERENT = (
-    "activation_mb cannot be kept: computing {} again for the backward pass gives another gradient, by {:.2g} of what it is. A "
-    "state that the first time has moved may be read again, as one in a plain attribute: keep it in a buffer, with "
-    "register_buffer. Or leave activation_mb out, and make micro-batches smaller: DataSettings(micro_batch=...)."
-)
-_DIFFERENTIATED = (
-    "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a gradient penalty "
-    "does. Leave it out, and make micro-batches smaller: DataSettings(micro_batch=...)."
+    "activation_mb cannot be kept: the backward pass would compute {} again. {} A state that the first time has moved may be "
+    "read again, as one in a plain attribute: keep it in a buffer, with register_buffer. Or leave activation_mb out, and make "
+    "micro-batches smaller: DataSettings(micro_batch=...)."
 )
 _LAST = 3
 """Plans with the lowest predicted peaks that are measured before a budget is called impossible."""
@@ -48,18 +44,15 @@ class Verified:
     """Bytes at the peak, measured."""
     changing: tuple[torch.Tensor, ...]
     """Buffers and parameters that a forward pass changes."""
-    refused: str
-    """A sentence on the modules that are not recomputed because their arguments change; empty if there are none."""
 
     def apply(self) -> Recomputed:
         """Recompute the modules from now on."""
         return Recomputed(self.plan.modules, self.changing)
 
     def note(self, budget_mb: float) -> str:
-        """What is recomputed to keep ``budget_mb``, in a sentence or two."""
-        done = f"{listed(self.names)} {_are(self.names)}" if self.names else "nothing is"
-        text = f"Activations take {self.peak / 1e6:.2f} MB at their peak, of {budget_mb:g} MB allowed: {done} recomputed."
-        return f"{text} {self.refused}".rstrip()
+        """What is recomputed to keep ``budget_mb``, in a sentence."""
+        done = f"{listed(self.names)} {'is' if len(self.names) == 1 else 'are'}" if self.names else "nothing is"
+        return f"Activations take {self.peak / 1e6:.2f} MB at their peak, of {budget_mb:g} MB allowed: {done} recomputed."
 
 
 def choose(
@@ -90,8 +83,6 @@ def choose(
     with rehearsal(model, loss=beside) as kept:
         try:
             traced = trace(model, forward, device)
-        except DifferentiatedError as error:
-            raise WorkloadError(_DIFFERENTIATED) from error
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=world.repeats)
             failed = error
@@ -99,35 +90,23 @@ def choose(
             raise UsageError(_impossible(budget)) from failed
         changing = tuple(kept.changed())
         kept.put_back()  # a forward pass may have replaced these tensors
-        refused = _refused(_names(model, traced.changed))
         plans = front(model, traced)
         if world.processes > 1:
             plans = _plans_of_rank_0(model, plans, world)
         search = _Search(model, forward, device, plans, changing, budget, world, beside)
         index = search.run()
         if index is None:
-            raise UsageError(f"{_impossible(budget, search.peaks.values())} {refused}".rstrip())
+            raise UsageError(_impossible(budget, search.peaks.values(), _names(model, traced.changeable)))
         plan, names = plans[index], _names(model, plans[index].modules)
         if world.processes == 1 and (difference := search.gradient_error(plan)):
             raise WorkloadError(_DIFFERENT.format(listed(names), difference))
-    return Verified(plan, names, int(search.peaks[index]), changing, refused)
+    return Verified(plan, names, int(search.peaks[index]), changing)
 
 
 def _names(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
     """In the order of the model."""
     wanted = set(modules)
     return tuple(name for name, module in model.named_modules() if module in wanted)
-
-
-def _are(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else "are"
-
-
-def _refused(names: Sequence[str]) -> str:
-    """The sentence of :attr:`Verified.refused`; the model itself, which has no name, is none of the choices."""
-    names = [name for name in names if name]
-    why = "because lists or objects among the arguments change in the forward pass."
-    return f"{listed(names)} {_are(names)} not recomputed, {why}" if names else ""
 
 
 def _plans_of_rank_0(model: nn.Module, plans: Sequence[Plan], world: World) -> list[Plan]:
@@ -190,20 +169,16 @@ class _Search:
         finally:
             recomputed.undo()
 
-    def gradient_error(self, plan: Plan) -> float:
-        """The relative difference between the gradients with and without ``plan``.
-
-        0 if two runs without it differ as much, or if there is no memory to find out.
-        """
+    def gradient_error(self, plan: Plan) -> str | None:
+        """Why the gradients with ``plan`` are not those without, in a sentence; ``None`` if they are, or memory runs out."""
         if not plan.modules:
-            return 0.0
+            return None
         try:
             plain, again, found = self._gradients(()), self._gradients(()), self._gradients(plan.modules)
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=self.world.repeats)
-            return 0.0
-        difference = gradient_distance(plain, found)
-        return difference if difference > max(ROUNDING, MARGIN * gradient_distance(plain, again)) else 0.0
+            return None
+        return gradients_differ(plain, again, found, ROUNDING)
 
     def _gradients(self, modules: Sequence[nn.Module]) -> list[torch.Tensor | None]:
         """The gradient of each parameter, with ``modules`` recomputed."""
@@ -212,14 +187,18 @@ class _Search:
             return [parameter.grad for parameter in self.model.parameters()]
 
 
-def _impossible(budget: float, peaks: Iterable[float] = ()) -> str:
+def _impossible(budget: float, peaks: Iterable[float] = (), given: Iterable[str] = ()) -> str:
+    """Why no plan keeps ``budget``; ``peaks`` are measured, and the modules ``given`` objects are none that it recomputes."""
     least = min(peaks, default=math.inf)
+    names = [name for name in given if name]  # the model itself has none, and is no choice
     if math.isinf(least):
         return (
             f"activation_mb={budget / 1e6:g} cannot be kept: even with all that recomputing saves, this batch does not fit "
             "into memory. Make it smaller, or take it apart with DataSettings(micro_batch=...)."
         )
-    return (
+    text = (
         f"activation_mb={budget / 1e6:g} cannot be kept: with all that recomputing saves, this batch still takes "
         f"{math.ceil(least / 1e4) / 100:.2f} MB. Give at least that, or smaller micro-batches: DataSettings(micro_batch=...)."
     )
+    why = "Not recomputed as a whole, because of a list or an object among the arguments"
+    return f"{text} {why}: {listed(names)}." if names else text

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.train.memory.activation_checkpointing import contents, within_func
+from trimtab.errors import WorkloadError
+from trimtab.train.memory.activation_checkpointing import changeable
 from trimtab.train.memory.peak_activations import Live, strided
+
+_DIFFERENTIATED = (
+    "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a gradient penalty "
+    "does. Leave it out, and make micro-batches smaller: DataSettings(micro_batch=...)."
+)
 
 
 @dataclasses.dataclass
@@ -53,14 +59,10 @@ class Trace:
     calls: list[Call] = dataclasses.field(default_factory=list)
     written: dict[int, int] = dataclasses.field(default_factory=dict)
     """By the number of a storage: how many operators had run when it was last changed in place."""
-    changed: set[nn.Module] = dataclasses.field(default_factory=set)
-    """Modules that were given a list or an object that has changed by the end of the forward pass."""
+    changeable: set[nn.Module] = dataclasses.field(default_factory=set)
+    """Modules that were given a list or an object."""
     seconds: dict[nn.Module, float] = dataclasses.field(default_factory=dict)
     """The time of each module's forward pass, in all its calls."""
-
-
-class DifferentiatedError(RuntimeError):
-    """The forward pass has a backward pass within it, which needs what was not kept."""
 
 
 def trace(model: nn.Module, forward: Callable[[], object], device: torch.device) -> Trace:
@@ -69,7 +71,7 @@ def trace(model: nn.Module, forward: Callable[[], object], device: torch.device)
     Nothing is kept, so this needs less memory than training.
 
     Raises:
-        DifferentiatedError: there is a backward pass within.
+        WorkloadError: there is a backward pass within, which needs what is not kept.
     """
     found = Trace()
     try:
@@ -84,25 +86,24 @@ def trace(model: nn.Module, forward: Callable[[], object], device: torch.device)
                 forward()
             found.written = live.written
     except RuntimeError as error:
-        if within_func(error):
-            raise DifferentiatedError from error
+        if "torch.func" in str(error) and "saved tensor hooks" in str(error):  # its grad, jacrev and the like take no hooks
+            raise WorkloadError(_DIFFERENTIATED) from error
         raise
     return found
 
 
 def _refuse(nothing: None) -> torch.Tensor:
-    raise DifferentiatedError
+    raise WorkloadError(_DIFFERENTIATED)
 
 
 @contextlib.contextmanager
 def _recorded(model: nn.Module, live: Live, found: Trace) -> Iterator[list[Call]]:
     """A block that records every call of a module within ``model``; it gets the list of calls that are under way."""
     running: list[Call] = []
-    given: list[tuple[nn.Module, tuple[Any, ...], list[Any]]] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        objects = tuple(value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor))
-        given.append((module, objects, contents(objects)))
+        if changeable((*args, *kwargs.values())) is not None:
+            found.changeable.add(module)
         inputs = [(live.number(tensor), live.counted(tensor)) for tensor in strided((args, kwargs))]
         running.append(Call(module, running[-1] if running else None, len(found.kept), live.operators, inputs))
         found.calls.append(running[-1])
@@ -113,7 +114,6 @@ def _recorded(model: nn.Module, live: Live, found: Trace) -> Iterator[list[Call]
 
     with _hooked(model, begin, end):
         yield running
-    found.changed = {module for module, objects, before in given if contents(objects) != before}
 
 
 def _seconds(model: nn.Module, forward: Callable[[], object], device: torch.device) -> dict[nn.Module, float]:

@@ -166,11 +166,11 @@ class _ModuleTree:
             yield Modules(early | {module for module, moment in begun.items() if moment >= point})
 
     def _may(self, module: nn.Module, traced: Trace) -> bool:
-        """False for TorchScript, for calls from several modules or from itself, and for arguments that change afterwards."""
+        """False for TorchScript, calls from several modules or from itself, and arguments that may change afterwards."""
         calls = self.calls[module]
         parents = {call.parent.module if call.parent else None for call in calls}
         later = any(traced.written.get(number, 0) > call.begun for call in calls for number, _ in call.inputs)
-        steady = not later and module not in traced.changed
+        steady = not later and module not in traced.changeable
         return steady and len(parents) == 1 and module not in parents and not isinstance(module, torch.jit.ScriptModule)
 
     def _above(self, call: Call) -> nn.Module | None:

@@ -73,8 +73,7 @@ def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[st
     """
     settings, most = context.settings, min(FEW, context.fit.memory_plan.sizer.limit or FEW)
     batches = [(batch, _some(batch, most)) for batch in group]
-    kept = settings.memory.activation_mb is not None or settings.memory.segments is not None
-    if kept and any(SMALL * examples(few) > examples(batch) for batch, few in batches):
+    if settings.memory.activation_mb is not None and any(SMALL * examples(few) > examples(batch) for batch, few in batches):
         raise UsageError("To count operations nothing is recomputed, for which the settings leave no memory.")
     model, objective = copies(context.model, context.objective)
     context.modes.train(model)
