@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
@@ -40,13 +39,8 @@ def bring_state(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state, move = optimizer.state.get(parameter, {}), mover(parameter.device)
-            moved = {n: value for n, value in state.items() if n not in ON_HOST or counts_on_device(group)}
-            state.update({name: move(value) for name, value in moved.items()})
-
-
-def counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether the kernels of a parameter group keep their counters on the device."""
-    return bool(group.get("capturable") or group.get("fused"))
+            counts = group.get("capturable") or group.get("fused")  # kernels that keep their counters on the device
+            state.update({name: move(value) for name, value in state.items() if counts or name not in ON_HOST})
 
 
 def why_not(optimizer: Optimizer, kernels: str) -> str | None:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
-from trimtab.train.optim.kernels import ON_HOST, counts_on_device
+from trimtab.tensors.structure import map_items
+from trimtab.train.optim.kernels import bring_state
 from trimtab.train.optim.optimizer_dict import OptimizerDict
 from trimtab.train.runtime.world import World
 
@@ -55,17 +56,13 @@ class OptimizerModes:
         for each in self._switched:
             each.eval()
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> contextlib.AbstractContextManager[None]:
         """A block with the evaluation weights; the training weights are restored bit for bit."""
-        with self._within(self.eval, self.train):
-            yield
+        return self._within(self.eval, self.train)
 
-    @contextlib.contextmanager
-    def trained(self) -> Iterator[None]:
+    def trained(self) -> contextlib.AbstractContextManager[None]:
         """A block with the training weights; the evaluation weights are restored bit for bit."""
-        with self._within(self.train, self.eval):
-            yield
+        return self._within(self.train, self.eval)
 
     @contextlib.contextmanager
     def _within(self, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
@@ -111,6 +108,10 @@ def groups_of(state: Any) -> list[dict[str, Any]] | None:
 def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.Tensor, torch.dtype]) -> None:
     """Load ``state``, the result of ``state_dict()``, into ``optimizer`` with the dtypes that the state had.
 
+    torch's ``load_state_dict()`` casts state to the dtype and device of its parameter, although optimizers may average 16-bit
+    parameters in float32, count in integers, or keep masks. So it gets the parameter groups only. State of floating point is
+    cast where the dtype of the parameter is not the one in ``before``.
+
     ``torch.distributed.checkpoint.state_dict`` is not used. It loads no state of frozen parameters, fails for optimizers that
     keep no tensors (SGD without momentum), and gives parameters without state the state of one update.
 
@@ -121,38 +122,46 @@ def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.T
         for name, each in optimizer.optimizers.items():
             load(each, state["optimizers"][name], world, before)
         return
-    inner = with_inner(optimizer)[1:]
-    links = [
-        (place, each, index, own)
-        for place, group in enumerate(optimizer.param_groups)
-        for each in inner
-        for index, own in enumerate(each.param_groups)
-        if own is group
-    ]
+    shared = [(each, list(each.param_groups)) for each in with_inner(optimizer)]
     if (groups := groups_of(state)) is None or "state" not in state:
         optimizer.load_state_dict(state)
     else:
-        kept = dict(state["state"])
         names = [name for group in groups for name in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        places = {name: parameter for name, parameter in zip(names, parameters, strict=True) if name in kept}
+        places: dict[Any, Any] = dict(zip(names, parameters, strict=True))
+        kept = dict(state["state"])
         for name, parameter in places.items():
-            if isinstance(kept[name], Mapping):  # torch would move the whole tensors to the device of the parameter
-                found = kept[name].items()
-                kept[name] = {n: world.part(v, parameter) if isinstance(v, torch.Tensor) else v for n, v in found}
-        optimizer.load_state_dict({**state, "state": kept})
-        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-            _undo_casts(optimizer, {parameter: kept[name] for name, parameter in places.items()}, before)
-    for place, each, index, own in links:  # torch replaces group objects, which optimizer and inner optimizer have shared
-        if each.param_groups[index] is own:
-            own.update(optimizer.param_groups[place])
-        optimizer.param_groups[place] = each.param_groups[index]
+            if isinstance(kept.get(name), Mapping):
+                kept[name] = _part(kept[name], parameter, world, before.get(parameter, parameter.dtype))
+        cast_by_torch = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        optimizer.load_state_dict({**state, "state": {} if cast_by_torch else kept})
+        if cast_by_torch:
+            entries: Any = optimizer.state
+            entries.update({places.get(name, name): values for name, values in kept.items()})
+            bring_state(optimizer)
+    for each, before_load in shared:  # torch replaces group objects, which an optimizer and one in it may share
+        for group, loaded in zip(before_load, list(map(dict, each.param_groups)), strict=True):
+            group.clear()
+            group.update(loaded)
+        each.param_groups[:] = before_load
     for parameter, values in optimizer.state.items():  # checkpoints hold no strides, and mixed strides are slow
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
             else:
                 values[name] = _aligned(value)
+
+
+def _part(values: Mapping[str, Any], parameter: torch.Tensor, world: World, was: torch.dtype) -> dict[str, Any]:
+    """This process's part of a parameter's state, cast if the dtype of the parameter ``was`` another."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(parameter.dtype) if value.is_floating_point() else value
+        return map_items(value, cast)
+
+    parts = {name: world.part(value, parameter) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    return parts if was == parameter.dtype else {name: v if name == "step" else cast(v) for name, v in parts.items()}
 
 
 def _aligned(value: Any) -> Any:
@@ -163,34 +172,3 @@ def _aligned(value: Any) -> Any:
     if type(value) is torch.Tensor and value.layout == torch.strided:
         return value.clone() if value.data_ptr() % 64 else value
     return [_aligned(item) for item in value] if type(value) is list else value
-
-
-def _undo_casts(
-    optimizer: Optimizer, kept: Mapping[torch.Tensor, Mapping[str, Any]], before: Mapping[torch.Tensor, torch.dtype]
-) -> None:
-    """Undo that torch casts state to the dtype and device of its parameter, except for ``step``.
-
-    Optimizers may average 16-bit parameters in float32, count in integers, or keep masks. Counters in :data:`ON_HOST` go back
-    to the CPU. The cast stays where the dtype of the parameter is not the one in ``before``.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = {name: value for name, value in optimizer.state.get(parameter, {}).items() if name != "step"}
-            for name, value in state.items():
-                saved = kept.get(parameter, {}).get(name)
-                if before.get(parameter, parameter.dtype) == parameter.dtype:
-                    value = _in_dtype_of(value, saved)
-                if name in ON_HOST and isinstance(saved, torch.Tensor) and not counts_on_device(group):
-                    value = saved.cpu().clone()
-                optimizer.state[parameter][name] = value
-
-
-def _in_dtype_of(now: Any, kept: Any) -> Any:
-    """``now`` on its device, with the values and dtypes of ``kept`` where the dtypes differ."""
-    if isinstance(now, torch.Tensor):
-        return kept.to(now.device) if isinstance(kept, torch.Tensor) and kept.dtype != now.dtype else now
-    if isinstance(now, dict) and isinstance(kept, Mapping):
-        return {name: _in_dtype_of(value, kept.get(name)) for name, value in now.items()}
-    if isinstance(now, (list, tuple)) and isinstance(kept, (list, tuple)) and len(now) == len(kept):
-        return type(now)(_in_dtype_of(*pair) for pair in zip(now, kept, strict=True))
-    return now
