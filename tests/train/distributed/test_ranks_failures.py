@@ -17,7 +17,7 @@ from _runs import full_at, settings_of
 from trimtab.core.settings import DistributedSettings, PrecisionSettings, Settings
 from trimtab.errors import PeerError, UsageError
 from trimtab.train.autotune.batch_size import find_batch
-from trimtab.train.distributed import fsdp
+from trimtab.train.distributed import data_parallel, fsdp
 from trimtab.train.distributed.comm_hooks import Bucket
 from trimtab.train.distributed.data_parallel import DataParallelGroup
 from trimtab.train.distributed.launch import join
@@ -90,7 +90,7 @@ def first_exchange() -> dict[str, Any]:
         made = trainer()
         with pytest.MonkeyPatch.context() as patch:
             if name == "copy" and dist.get_rank() == 1:
-                patch.setattr(torch, "cat", full_at(1, torch.cat))
+                patch.setattr(data_parallel, "views", full_at(1, data_parallel.views))
             summary = made.fit(Sized(3, 3), epochs=1)
         found[name] = {"parameters": flat(made), "updates": summary.updates, "notes": list(summary.notes)}
     return found
@@ -155,7 +155,7 @@ def rehearsed() -> int:
     """What a search for a batch size has left behind."""
     made = trainer(communication="powersgd")
     find_batch(made, [Sized(1, 1).batch()] * 2, largest=2, seconds=0.01)
-    return len(made.world.exchange._power._state.error_dict)  # type: ignore[attr-defined]
+    return len(made.world.exchange.power.error_dict)  # type: ignore[attr-defined]
 
 
 def callbacks(folder: pathlib.Path) -> dict[str, Any]:

@@ -236,7 +236,8 @@ class _Search:
         """
         begun = time.perf_counter()
         model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
-        with rehearsal(model, optimizer, loss=loss) as kept, self.world.trial_updates():
+        with rehearsal(model, optimizer, loss=loss) as kept, contextlib.ExitStack() as after:
+            after.callback(self.world.drop_update)
             stand_still(optimizer)
             entries = self._sweep(candidates, lambda: moved(kept, model) if same_update else "")
             able = [entry for entry in entries if not entry.reason]

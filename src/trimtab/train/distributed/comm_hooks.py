@@ -1,18 +1,15 @@
-"""Average the gradients of a bucket over all processes with torch's communication hooks, and count bytes and waiting time."""
+"""Average the gradients of a bucket over all processes with torch's communication hooks."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
-
-from trimtab.train.distributed.powersgd import PowerSgd
 
 _HOOKS: dict[str | None, Callable[[Any, Any], Future[torch.Tensor]]] = {
     None: allreduce_hook,
@@ -28,7 +25,7 @@ class Bucket:
 
     Args:
         number: of the bucket, from 0, in the order of sending.
-        flat: (n,), the gradients of ``parameters`` as :func:`flattened`, one after the other; it becomes their mean.
+        flat: (n,), the gradients of ``parameters`` as in :func:`views`; it becomes their mean.
         last: the last bucket of the update.
     """
 
@@ -44,7 +41,11 @@ class Bucket:
     def gradients(self) -> list[torch.Tensor]:
         """A view per parameter that is not empty: (rows, columns) for those of two dimensions or more, else (n,)."""
         parts = zip(self.parameters, torch.split(self.flat, [p.numel() for p in self.parameters]), strict=True)
-        return [part.view(p.shape[_memory_order(p)[0]], -1) if p.dim() > 1 else part for p, part in parts if part.numel()]
+        return [
+            part.view(p.shape[max(range(p.dim()), key=p.stride)], -1) if p.dim() > 1 else part  # rows: outermost in memory
+            for p, part in parts
+            if part.numel()
+        ]
 
     def index(self) -> int:
         """Its number."""
@@ -58,55 +59,50 @@ class Bucket:
 class Exchange:
     """Averages one bucket after the other over all processes, in one order, through a hook of torch.
 
+    PowerSGD sends each matrix of gradients as ``p @ q.T`` of rank 4, found by one step of power iteration. The error of the
+    product is added to the next gradient. The first two updates are sent whole. It pays on slow networks and for wide layers.
+    It costs two products with each gradient, and the backward pass waits for each bucket.
+
+    Source: Vogels et al. 2019, https://arxiv.org/abs/1905.13727
+
     Args:
         kind: ``distributed.communication``. Complex gradients are not compressed, because that would drop their imaginary part.
     """
 
     def __init__(self, kind: str | None) -> None:
-        self.kind, self.size = kind, dist.get_world_size()
-        self._power = PowerSgd()
-        self.updates = 0
-        self.bytes = self.waited_s = 0.0
-        """Bytes that this process has sent in a ring all-reduce, and seconds that backward passes on a CPU waited for it."""
-
-    def begin(self, bucket: Bucket) -> Future[torch.Tensor]:
-        """Begin to average ``bucket``."""
-        began, flat = time.perf_counter(), bucket.flat
-        if self.kind == "powersgd" and flat.dtype in (torch.float32, torch.float64):
-            future, count = self._power(bucket)
-        else:
-            kind = self.kind if self.kind in _HOOKS and not flat.is_complex() else None
-            future, count = _HOOKS[kind](None, bucket), flat.nbytes if kind is None else 2 * flat.numel()
-        self.bytes += 2 * (self.size - 1) * count / self.size
-        self.waited_s += time.perf_counter() - began
-        return future
-
-    def land(self, futures: Iterable[Future[torch.Tensor]]) -> None:
-        """Wait for the buckets of an update. On a GPU, its stream waits and this process does not."""
-        began = time.perf_counter()
-        for future in futures:
-            future.wait()
-        self.waited_s += time.perf_counter() - began
-        self.updates += 1
+        self.kind = kind
+        self.reset()
 
     def reset(self) -> None:
         """Drop the errors of earlier compressed gradients. All processes must call it together."""
-        self._power.reset()
+        self.power = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+
+    def begin(self, bucket: Bucket) -> Future[torch.Tensor]:
+        """Begin to average ``bucket``."""
+        if self.kind == "powersgd" and bucket.flat.dtype in (torch.float32, torch.float64):
+            return self._low_rank(bucket)
+        return _HOOKS[self.kind if self.kind in _HOOKS and not bucket.flat.is_complex() else None](None, bucket)
+
+    def _low_rank(self, bucket: Any) -> Future[torch.Tensor]:
+        """The mean of ``bucket`` by PowerSGD."""
+        state, index, device = self.power, bucket.number, bucket.flat.device
+        whole = state.iter < state.start_powerSGD_iter
+        draws = device.type == "cuda" and not whole and index not in state.p_memory_dict
+        # torch's hook forks generators too, but changes the seed of GPUs. It sends from callbacks of futures, whose order
+        # differs between processes, so that gloo would hang with two buckets at once.
+        with torch.random.fork_rng(devices=[device] if draws else []):
+            future = powerSGD_hook(state, bucket)
+            future.wait()
+        if not whole:  # a gradient that is nan spoils this update in all processes, but no later one
+            state.error_dict[index].nan_to_num_(0.0, 0.0, 0.0)
+            if not state.q_memory_dict[index].isfinite().all():
+                del state.p_memory_dict[index], state.q_memory_dict[index]
+        return future
 
 
-def flattened(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of ``value``, (n,), in the memory order of ``like``, which has the same shape."""
-    return value.permute(_memory_order(like)).reshape(-1)
-
-
-def unflattened(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`flattened`: a view of ``flat`` with the shape of ``like``."""
-    order = _memory_order(like)
-    return flat.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.dim())])
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of ``tensor`` by falling stride; in their own order if it has gaps in memory."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
+def views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A view of ``flat``, (n,) or longer, for each parameter, one after the other, in the memory order of the parameter."""
+    sizes = [parameter.numel() for parameter in parameters]
+    dense = [torch.empty_like(parameter, device="meta") for parameter in parameters]  # a parameter may have gaps in memory
+    parts = zip(torch.split(flat[: sum(sizes)], sizes), dense, strict=True)
+    return [part.as_strided(like.shape, like.stride()) for part, like in parts]

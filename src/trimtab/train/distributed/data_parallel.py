@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.futures import Future
 
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.distributed.comm_hooks import Bucket, Exchange, flattened, unflattened
+from trimtab.train.distributed.comm_hooks import Bucket, Exchange, views
 from trimtab.train.distributed.process_group import Group, broadcast
 from trimtab.train.loss.adapter import Weight
 from trimtab.train.runtime.step_clock import Clock
@@ -100,7 +101,8 @@ class DataParallelGroup(Group):
                     self._clock.enter("communication")
                 while len(self._futures) < len(self._buckets):
                     self._send()
-                self.exchange.land(self._futures)
+                for future in self._futures:  # on a GPU, its stream waits and this process does not
+                    future.wait()
                 self.lacking = bool(self._without_gradient)
         if update:
             self._updating = False
@@ -147,12 +149,13 @@ class DataParallelGroup(Group):
             if any(p.grad is not None and p.grad.is_sparse for p in some):
                 raise WorkloadError(_SPARSE.format("an embedding"))
             grads = [torch.zeros_like(p) if p.grad is None or not self.counts else p.grad for p in some]
-            present = torch.tensor([float(p.grad is not None) for p in some]).to(some[0])
-            flat = torch.cat([*map(flattened, grads, some), present])
+            present = torch.tensor([float(p.grad is not None) for p in some])
+            flat = some[0].new_empty(sum(p.numel() for p in some) + len(some))
+            parts, count = views(flat, some), flat[-len(some) :]
+            torch._foreach_copy_([*parts, count], [*grads, present.to(flat)])
             dist.all_reduce(flat, group=self.data)
-            *parts, count = torch.split(flat, [*(p.numel() for p in some), len(some)])
             for parameter, part, there in zip(some, parts, count.tolist(), strict=True):
-                parameter.grad = unflattened(part / self.size, parameter) if there else None
+                parameter.grad = part.div_(self.size) if there else None
         total = torch.as_tensor(weight, dtype=torch.float64).to(self.device(self.settings.device), copy=True)
         dist.all_reduce(total, group=self.data)
         return total
@@ -189,35 +192,21 @@ class DataParallelGroup(Group):
         self._futures.clear()
         self.exchange.reset()
 
-    @contextlib.contextmanager
-    def trial_updates(self) -> Iterator[None]:
-        """A block after which the errors of compression are dropped."""
-        try:
-            yield
-        finally:
-            self.exchange.reset()
-
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember whether the updates are linear in the gradient."""
         self._adaptive = None if isinstance(optimizer, _LINEAR) else type(optimizer).__name__
 
     def notes(self) -> list[str]:
-        """Sentences on the bytes that were sent, the time that was waited for them, and doubtful settings."""
-        sent, notes = self.exchange, list[str]()
-        if not sent.bytes:
-            return notes
-        if sent.kind == "powersgd" and self._adaptive is not None:
+        """Sentences on what PowerSGD has sent, and on an optimizer that suits it badly."""
+        _, numbers, sent = self.exchange.power.compression_stats()  # type: ignore[no-untyped-call]
+        notes = [f"PowerSGD sent {sent / numbers:.2f} of the numbers in the gradients."] if numbers else []
+        if self.exchange.kind == "powersgd" and self._adaptive is not None:
             notes.append(
                 f"Caution: communication='powersgd' with {self._adaptive}. What is left out of a gradient comes with a later "
                 "one, and optimizers that adapt the size of their steps make too much of that. "
                 "Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
             )
-        full = 2 * (self.size - 1) / self.size * sum(p.numel() * 4 for p in self._parameters if p.requires_grad)
-        each = sent.bytes / sent.updates
-        sent_mb = f"Each process sent {each / 1e6:.3g} MB of gradients per update, {each / full:.2f} of what float32 takes"
-        on_cpu = all(p.device.type == "cpu" for p in self._parameters)
-        waited = f"; the backward pass stood still {1e3 * sent.waited_s / sent.updates:.3g} ms for that" if on_cpu else ""
-        return [*notes, f"{sent_mb}{waited}."]
+        return notes
 
     def _begin(self) -> None:
         """Begin an update. If other parameters are trained than before, hooks and buckets are made anew."""
@@ -226,11 +215,10 @@ class DataParallelGroup(Group):
             self._hooked = trained
             for hook in self._hooks:
                 hook.remove()
-            world = weakref.ref(self)
-            kept = [(index, p) for index, p in enumerate(self._parameters) if p.requires_grad]
+            arrived = weakref.WeakMethod(self._arrived)  # a hook does not keep the group alive
+            kept: list[tuple[int, Any]] = [(at, p) for at, p in enumerate(self._parameters) if p.requires_grad]
             self._hooks = [
-                p.register_post_accumulate_grad_hook(_arrival(world, index))  # type: ignore[no-untyped-call]
-                for index, p in kept
+                p.register_post_accumulate_grad_hook(lambda _, at=at: (send := arrived()) and send(at)) for at, p in kept
             ]
             self._arrange()
         self._updating, self.lacking = True, False
@@ -241,18 +229,15 @@ class DataParallelGroup(Group):
     def _arrange(self) -> None:
         """Put the parameters into buckets of one dtype, last parameter first, as gradients come. The first bucket is small."""
         self._buckets, most = [], (self.settings.distributed.bucket_mb or 25) * _MIB
-        for last in (False, True):
-            filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-            for index in reversed(range(len(self._parameters))):
-                parameter = self._parameters[index]
-                if not parameter.requires_grad or (index in self._sent_last) is not last:
-                    continue
-                kind = (parameter.dtype, parameter.device)
+        filling: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
+        for index, parameter in reversed(list(enumerate(self._parameters))):
+            if parameter.requires_grad:
+                kind = (parameter.dtype, parameter.device, index in self._sent_last)
                 bucket = filling.setdefault(kind, [])
                 bucket.append(index)
                 if sum(self._parameters[each].nbytes for each in bucket) >= (most if self._buckets else min(most, _MIB)):
                     self._buckets.append(filling.pop(kind))
-            self._buckets += filling.values()
+        self._buckets = sorted([*self._buckets, *filling.values()], key=lambda bucket: bucket[0] in self._sent_last)
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self.exchange.reset()
 
@@ -281,39 +266,25 @@ class DataParallelGroup(Group):
                 self._without_gradient.add(index)
             # a process out of data sends zeros, though its gradient may be nan
             grads.append(torch.zeros_like(parameter) if grad is None or not self.counts else grad)
-        flat = torch.cat([flattened(grad, parameter) for grad, parameter in zip(grads, parameters, strict=True)])
+        flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
+        parts = views(flat, parameters)
+        torch._foreach_copy_(parts, grads)
         if not nothing:
-            for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
-                parameter.grad = unflattened(part, parameter)
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part
         self._partly_sent = True
         self._futures.append(self.exchange.begin(Bucket(number, parameters, flat, number == len(self._buckets) - 1)))
         self._partly_sent = False
 
     def _drop_unused(self) -> None:
         """Set gradients to ``None`` where no process had one. Parameters that lacked one anywhere are sent last from now on."""
-        found = torch.zeros(2, len(self._parameters), dtype=torch.uint8)
-        if self.counts:
-            for index in self._bucket_of:
-                found[int(index in self._without_gradient), index] = 1
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
-        there, lacked = found.bool().tolist()
-        for index in self._bucket_of:
-            if not there[index]:
-                self._parameters[index].grad = None
-        lacking = {index for index, some in enumerate(lacked) if some}
-        if not lacking <= self._sent_last:
+        found = self.gathered((self.counts, self._without_gradient))
+        absent = [without for counts, without in found if counts]
+        for index in set.intersection(*absent):
+            self._parameters[index].grad = None
+        if not (lacking := set.union(*absent)) <= self._sent_last:
             self._sent_last |= lacking
             self._arrange()
 
     def _named(self, index: int) -> str:
         return next(name for name, parameter in self._model.named_parameters() if parameter is self._parameters[index])
-
-
-def _arrival(world: weakref.ref[DataParallelGroup], index: int) -> Callable[[torch.Tensor], None]:
-    """A hook for parameter ``index``, which does not keep the group alive."""
-
-    def arrived(_: torch.Tensor) -> None:
-        if (found := world()) is not None:
-            found._arrived(index)
-
-    return arrived

@@ -165,9 +165,6 @@ class Group(World):
     def finish_exchange(self) -> None:
         """Take part in the exchange of gradients that others wait for, after an update failed here."""
 
-    def drop_update(self) -> None:
-        """Drop the state of an update that failed in another process."""
-
     def mean(
         self, losses: Sequence[torch.Tensor], weights: Sequence[Weight], *, summed: bool
     ) -> tuple[torch.Tensor, Weight | None]:

@@ -114,9 +114,8 @@ class World:
         """Whether all processes know of ``error``, so that collective operations are still possible."""
         return not stopped(error)
 
-    def trial_updates(self) -> contextlib.AbstractContextManager[object]:
-        """A block of trial updates, after which the state of the gradient exchange is restored."""
-        return contextlib.nullcontext()
+    def drop_update(self) -> None:
+        """Drop what the exchange of gradients keeps of an update that failed, or of trial updates."""
 
     def exchanging(self, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward passes exchange gradients only if ``now``."""
