@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -13,7 +11,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
     CosineAnnealingLR,
     CyclicLR,
     ExponentialLR,
@@ -40,8 +37,8 @@ Schedule = Callable[[Optimizer, int], LRScheduler]
 
 ENDLESS = 10**7
 """The number of updates of a timed run without a given end. A schedule may end before that: the rate then stays."""
-_LONG, _LITTLE, _NOTHING = 100, 1e-3, 1e-6
-"""Least updates of a run to detect a schedule made for epochs, and shares of the rate that count as nothing left."""
+_LONG, _LITTLE = 100, 1e-3
+"""Least updates of a run to detect a schedule made for epochs, and the share of the rate that counts as nothing left."""
 
 
 def one_cycle(max_lr: float | list[float], *, warmup: float = 0.3) -> Schedule:
@@ -152,8 +149,9 @@ def advance(scheduler: LRScheduler) -> str | None:
     if isinstance(scheduler, ReduceLROnPlateau):  # stepped by the validation
         return None
     if isinstance(scheduler, SchedulerDict):
-        return next(filter(None, [advance(each) for each in scheduler.schedulers.values()]), None)
-    if _ended(scheduler):
+        return next(filter(None, [advance(each) for each in inner_schedulers(scheduler)]), None)
+    cycles = [each for each in _acting_last(scheduler) if isinstance(each, OneCycleLR)]
+    if any(each.last_epoch >= each.total_steps for each in cycles):  # one more step would raise
         return (
             f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
             "batches than its len() says: the learning rate stays as it is."
@@ -205,7 +203,7 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
     if to_come == ENDLESS:
         to_come = None
     if isinstance(scheduler, SchedulerDict):
-        for each in scheduler.schedulers.values():
+        for each in inner_schedulers(scheduler):
             check(each, to_come, watched)
         return
     if isinstance(scheduler, OneCycleLR) and to_come is not None and scheduler.last_epoch + to_come > scheduler.total_steps:
@@ -228,71 +226,56 @@ def check(scheduler: LRScheduler | None, to_come: int | None, watched: EarlyStop
 def remark(scheduler: LRScheduler | None, updates: int | None, epoch: int | None) -> str | None:
     """A sentence if ``scheduler`` seems to be made for one step per epoch, while the Trainer steps it once per update.
 
-    Signs are a schedule that is much shorter than the run, and a rate that is nearly 0 long before the end.
+    The sign is a schedule that is at its end in the first tenth of the run.
 
     Args:
         updates: updates of the run in all, if known.
         epoch: updates of one epoch, if known.
     """
-    if scheduler is None or updates is None or updates == ENDLESS or (found := _too_short(scheduler, updates)) is None:
+    if scheduler is None or updates is None or not _LONG <= updates < ENDLESS:
         return None
-    one = "updates" if epoch is None else f"{epoch:,} updates"
-    return (
-        f"The {found}, and the run has {updates:,}: it is stepped once per update. If it was made for epochs, multiply lengths "
-        f"by the {one} of one, and take the root of that degree of what every step multiplies the rate by."
-    )
-
-
-def _too_short(scheduler: LRScheduler, updates: int) -> str | None:
-    """Words for what ends in ``scheduler``, or in an inner one, long before a run of ``updates`` ends; ``None`` if nothing."""
-    if isinstance(scheduler, SequentialLR):
-        bounds = [0, *scheduler._milestones, updates]
-        spans = [min(end, updates) - begin for begin, end in itertools.pairwise(bounds)]
-        parts = zip(inner_schedulers(scheduler), spans, strict=True)
-    else:
-        parts = zip(inner_schedulers(scheduler), itertools.repeat(updates), strict=False)
-    if (found := next((words for part in parts if (words := _too_short(*part))), None)) is not None or updates < _LONG:
-        return found
-    name, short = type(scheduler).__name__, updates / 10
-    if isinstance(scheduler, StepLR) and scheduler.step_size < short:
-        left = scheduler.gamma ** (updates // scheduler.step_size)
-        return f"{name} changes the rate every {scheduler.step_size} updates" if left < _LITTLE else None
-    if isinstance(scheduler, MultiStepLR) and 0 < (last := max(scheduler.milestones, default=0)) < short:
-        return f"{name} changes the rate for the last time after {last} updates"
-    if isinstance(scheduler, CosineAnnealingLR) and scheduler.T_max < short:
-        return f"{name} goes from its largest rate to its smallest in {scheduler.T_max} updates"
-    if isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor:  # a warm-up
-        return None
-    if isinstance(scheduler, (LinearLR, PolynomialLR)) and scheduler.total_iters < short:
-        return f"{name} ends after {scheduler.total_iters} updates"
-    if isinstance(scheduler, ExponentialLR) and scheduler.gamma**updates < _NOTHING:
-        return f"{name} multiplies the rate by {scheduler.gamma:g} in each update"
-    if isinstance(scheduler, LambdaLR) and any(_spent(shape, updates) for shape in scheduler.lr_lambdas):
-        return f"{name} leaves next to nothing of the rate after {_late(updates)} updates"
+    for each in _acting_last(scheduler):
+        if 0 < (end := _end(each, updates)) < updates / 10:
+            one = "updates" if epoch is None else f"{epoch:,} updates"
+            return (
+                f"The {type(each).__name__} is at its end after {end:.0f} updates, and the run has {updates:,}: it is stepped "
+                f"once per update. If it was made for epochs, multiply lengths by the {one} of one, and take the root of that "
+                "degree of what every step multiplies the rate by."
+            )
     return None
 
 
-def _late(updates: int) -> int:
-    """An update late in a run of ``updates``, at which no schedule of that length is near its end."""
-    return updates * 3 // 4
+def _acting_last(scheduler: LRScheduler) -> list[LRScheduler]:
+    """The schedulers in ``scheduler`` that set the rate at the end of a run, or itself if it is made of none."""
+    inner = inner_schedulers(scheduler)
+    acting = inner[-1:] if isinstance(scheduler, SequentialLR) else inner
+    return [each for one in acting for each in _acting_last(one)] or [scheduler]
+
+
+def _end(scheduler: LRScheduler, updates: int) -> float:
+    """The update at which ``scheduler`` has no change left, or next to nothing of the rate; infinite if that is not known."""
+    if isinstance(scheduler, (StepLR, ExponentialLR)) and 0 < scheduler.gamma < 1:
+        every = scheduler.step_size if isinstance(scheduler, StepLR) else 1
+        return every * math.log(_LITTLE) / math.log(scheduler.gamma)
+    if isinstance(scheduler, MultiStepLR):
+        return max(scheduler.milestones, default=0)
+    if isinstance(scheduler, CosineAnnealingLR):
+        return scheduler.T_max
+    if isinstance(scheduler, LinearLR) and scheduler.end_factor >= scheduler.start_factor:  # a warm-up
+        return math.inf
+    if isinstance(scheduler, (LinearLR, PolynomialLR)):
+        return scheduler.total_iters
+    if isinstance(scheduler, LambdaLR) and any(_spent(shape, updates) for shape in scheduler.lr_lambdas):
+        return updates * 9 // 100
+    return math.inf
 
 
 def _spent(shape: Callable[[int], float], updates: int) -> bool:
-    """Whether the factor ``shape`` late in a run of ``updates`` is nearly 0 compared to the first tenth of the run."""
+    """Whether the factor ``shape`` stays nearly 0 from 9% of a run of ``updates`` on, compared to what it was before."""
     with contextlib.suppress(WorkloadError), user_code("The schedule raised"):  # raised when the run reaches that update
-        first = max(shape(updates * share // 100) for share in range(11))
-        return bool(shape(_late(updates)) < _LITTLE * first)
+        factors = [shape(updates * share // 100) for share in range(100)]
+        return max(factors[9:]) < _LITTLE * max(factors[:9])
     return False
-
-
-def _ended(scheduler: LRScheduler) -> bool:
-    """Whether one more step would raise."""
-    if isinstance(scheduler, SequentialLR):
-        coming, bounds = scheduler.last_epoch + 1, scheduler._milestones
-        return coming not in bounds and _ended(inner_schedulers(scheduler)[bisect.bisect(bounds, coming)])
-    if isinstance(scheduler, ChainedScheduler):
-        return any(map(_ended, inner_schedulers(scheduler)))
-    return isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps
 
 
 def _shaped(warmup: float, floor: float, shape: Callable[[float], float]) -> Schedule:
