@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab.errors import UsageError
-from trimtab.train.optim.optimizer_dict import SchedulerDict
 from trimtab.train.run_context import RunContext
 
 SCALE = "trimtab_lr_scale"
@@ -65,21 +64,22 @@ def multiply(optimizer: Optimizer, scheduler: LRScheduler | None, factors: Seque
     """Multiply the rates of each parameter group, and its rates in ``scheduler``, by the factor of the group."""
     for group, factor in zip(optimizer.param_groups, factors, strict=True):
         for name, rate in multiplied(group, factor).items():
-            if name == "lr" and isinstance(group["lr"], torch.Tensor):
-                group["lr"].copy_(rate)  # compiled and captured steps read this tensor
-            else:
-                group[name] = rate
-    _scale_schedule(scheduler, factors)
+            _write(group, name, rate)
+    _scale_schedule(scheduler, dict(zip(map(id, optimizer.param_groups), factors, strict=True)))
 
 
 @torch.no_grad()
 def put(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
     """Set ``lr`` of each parameter group."""
     for group, rate in zip(groups, rates, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)  # compiled and captured steps read this tensor
-        else:
-            group["lr"] = rate
+        _write(group, "lr", rate)
+
+
+def _write(group: dict[str, Any], name: str, rate: Any) -> None:
+    if name == "lr" and isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)  # compiled and captured steps read this tensor
+    else:
+        group[name] = rate
 
 
 def chosen(group: Mapping[str, Any]) -> str:
@@ -98,14 +98,11 @@ def multiplied(group: Mapping[str, Any], factor: float) -> dict[str, Any]:
     return {name: group[name] * factor for name in RATES if group.get(name) is not None}
 
 
-def _scale_schedule(scheduler: Any, factors: Sequence[float]) -> None:
-    """Multiply the rates in ``scheduler`` and its inner schedulers by the factor of their group."""
-    if isinstance(scheduler, SchedulerDict):
-        for inner, own in scheduler.factors(list(factors)):
-            _scale_schedule(inner, own)
-        return
-    for name in KEPT:
-        if rates := getattr(scheduler, name, None):
-            setattr(scheduler, name, [rate * factor for rate, factor in zip(rates, factors, strict=False)])
+def _scale_schedule(scheduler: Any, factors: Mapping[int, float]) -> None:
+    """Multiply the rates in ``scheduler`` and its inner schedulers by the factor of their group, given by its id."""
     for inner in getattr(scheduler, "_schedulers", ()):
         _scale_schedule(inner, factors)
+    for name in KEPT:
+        if rates := getattr(scheduler, name, None):
+            groups = scheduler.optimizer.param_groups
+            setattr(scheduler, name, [rate * factors[id(group)] for rate, group in zip(rates, groups, strict=False)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from trimtab._internal.text import of_type
 from trimtab.errors import UsageError
@@ -81,35 +81,13 @@ class OptimizerDict(Optimizer):
         return f"OptimizerDict({', '.join(f'{name}={type(each).__name__}' for name, each in self.optimizers.items())})"
 
 
-class SchedulerDict(LRScheduler):
-    """Schedulers of some of the ``optimizers``, by name, as one."""
+class SchedulerDict(ChainedScheduler):
+    """Schedulers of some of the ``optimizers``, by name, as one. Its state is that of torch's ``ChainedScheduler``."""
 
     def __init__(self, optimizers: OptimizerDict, schedulers: Mapping[str, LRScheduler]) -> None:
-        self.optimizer = self._optimizers = optimizers
-        self.schedulers = dict(schedulers)
-        self.last_epoch = 0
-
-    @property
-    def _schedulers(self) -> list[LRScheduler]:
-        return list(self.schedulers.values())
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states, in order."""
-        return {"_schedulers": [each.state_dict() for each in self._schedulers]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        for each, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
-            each.load_state_dict(state)
-
-    def factors(self, factors: list[float]) -> Iterator[tuple[LRScheduler, list[float]]]:
-        """Each scheduler with its part of ``factors``, which has one for each parameter group of all optimizers."""
-        place = 0
-        for name, each in self._optimizers.optimizers.items():
-            count = len(each.param_groups)
-            if name in self.schedulers:
-                yield self.schedulers[name], factors[place : place + count]
-            place += count
+        self.optimizer, self.last_epoch = optimizers, 0
+        self.names = [name for name in optimizers.optimizers if name in schedulers]
+        self._schedulers = [schedulers[name] for name in self.names]
 
 
 def members(optimizer: Optimizer) -> list[Optimizer]:
@@ -139,7 +117,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 def plateaus(scheduler: LRScheduler | None) -> list[ReduceLROnPlateau]:
     """The schedulers in ``scheduler`` that follow the validation."""
-    found = scheduler.schedulers.values() if isinstance(scheduler, SchedulerDict) else (scheduler,)
+    found = scheduler._schedulers if isinstance(scheduler, SchedulerDict) else (scheduler,)
     return [each for each in found if isinstance(each, ReduceLROnPlateau)]
 
 
