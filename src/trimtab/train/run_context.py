@@ -130,8 +130,10 @@ class RunContext:
     """The optimizer's options when the run began (:func:`~trimtab.train.checkpoint.resume_conflicts.options_of`)."""
     scheduler: LRScheduler | None = None
     """Made from ``schedule`` by the last call of ``fit``; the next call goes on with it."""
-    scheduled: tuple[Any, int] | None = None
-    """The function that made :attr:`scheduler`, and the number of updates that it was made for."""
+    scheduled: int | None = None
+    """The number of updates that :attr:`scheduler` was made for."""
+    schedule_begun: dict[str, Any] | None = None
+    """The state of the scheduler before its first update."""
     step_state: dict[str, Any] | None = None
     """State of the last call's step, such as float16's loss scale."""
     loader_place: dict[str, Any] | None = None

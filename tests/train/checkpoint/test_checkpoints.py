@@ -511,5 +511,5 @@ def test_a_schedule_with_an_array_goes_on_and_one_that_cannot_be_saved_is_refuse
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.6)
     changed = made(np.linspace(0.5, 0.05, 10)).resume()
     (note,) = changed.fit(data, steps=4).notes
-    assert note.startswith("The checkpoint wins over the script: Table.rates=array([")
+    assert note.startswith("The checkpoint wins over the script: schedule.rates=array([")
     assert np.array_equal(changed.scheduler.rates, np.linspace(1.0, 0.1, 10))

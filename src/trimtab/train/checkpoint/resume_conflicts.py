@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import reprlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,22 +30,8 @@ Options = list[dict[str, Any]]
 """The options of each parameter group, by name."""
 _NO_OPTIONS = frozenset({"params", "param_names", learning_rates.SCALE, "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that change no result."""
-_OF_SCHEDULE = frozenset({*learning_rates.RATES, "base_momentum", "max_momentum"} - {"lr"})
+OF_SCHEDULE = frozenset({*learning_rates.RATES, "base_momentum", "max_momentum"} - {"lr"})
 """Entries of a parameter group that a scheduler writes."""
-
-
-class Difference(NamedTuple):
-    """An option with one value in the checkpoint and another in the script."""
-
-    name: str
-    checkpoint: object
-    script: object
-    override: str | None = None
-    """The key of ``resume(override=...)`` that changes the option, if there is one."""
-    of_schedule: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.checkpoint} (script: {self.script})"
 
 
 def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object, world: object) -> None:
@@ -75,7 +62,7 @@ def state_of(context: RunContext) -> dict[str, Any]:
         "trained": {name: parameter.requires_grad for name, parameter in _parameters(context)},
         "given": context.options,
         "names": _names(context),
-        "watched": _watched(context.early_stopping),
+        "watched": _watched(context),
     }
 
 
@@ -94,15 +81,12 @@ def missing_groups(context: RunContext, state: Mapping[str, Any]) -> list[dict[s
 
 def restore_flags(context: RunContext, state: Mapping[str, Any]) -> None:
     """Set ``requires_grad`` as in the checkpoint, and note the parameters where the script differs."""
-    changed: dict[bool, list[str]] = {True: [], False: []}
-    for name, parameter in _parameters(context):
-        flag = state["trained"].get(name, parameter.requires_grad)
-        if flag != parameter.requires_grad:
+    for flag in (True, False):
+        changed = [one for one in _parameters(context) if one[1].requires_grad != flag and state["trained"].get(one[0]) is flag]
+        for _, parameter in changed:
             parameter.requires_grad_(flag)
-            changed[flag].append(name.partition(".")[2])
-    for flag, names in changed.items():
-        if names:
-            shown = listed(names)
+        if changed:
+            shown = listed([name.partition(".")[2] for name, _ in changed])
             context.note(
                 f"requires_grad is {flag} for {shown}, as the run before left it. To change it, set it after resume()."
             )
@@ -110,25 +94,23 @@ def restore_flags(context: RunContext, state: Mapping[str, Any]) -> None:
 
 def restore_best(context: RunContext, state: Mapping[str, Any]) -> None:
     """Reset the best validation if it is of another metric, or if its parameters are needed and were not saved."""
-    stopping, position, was = context.early_stopping, context.position, state.get("watched")
-    now, text = _watched(stopping), None
+    stopping, position, text = context.early_stopping, context.position, None
     puts_back = stopping is not None and stopping.restore_best
-    if was is not None and tuple(was) != now and (position.best is not None or position.stale):
-        text = (
-            f"The run before had {_in_words(*was)}, and this one has {_in_words(*now)}: the best validation is looked for anew."
-        )
+    if watches_another(context, state) and (position.best is not None or position.stale):
+        (was, was_mode), (now, mode) = state["watched"], _watched(context)
+        text = f"The run before watched {was!r} (mode={was_mode!r}), and this one watches {now!r} (mode={mode!r})"
     elif puts_back and context.best_parameters is None and position.best is not None:
-        text = "The run before kept no parameters of its best validation: the best is looked for anew."
+        text = "The run before kept no parameters of its best validation"
     if text is not None:
         position.best, position.stale, context.best_parameters = None, 0, None
-        context.note(text)
+        context.note(f"{text}: the best is looked for anew.")
     if not puts_back:
         context.best_parameters = None
 
 
 def watches_another(context: RunContext, state: Mapping[str, Any]) -> bool:
     """Whether the watched metric, or the direction in which it improves, differs from the checkpoint's."""
-    return tuple(state["watched"])[:2] != _watched(context.early_stopping)[:2]
+    return tuple(state["watched"]) != _watched(context)
 
 
 def options_of(optimizer: Optimizer) -> Options:
@@ -137,8 +119,13 @@ def options_of(optimizer: Optimizer) -> Options:
     return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS} for group in groups]
 
 
-def differences(before: Options, now: Options, override: Collection[str]) -> Iterator[Difference]:
-    """The options of the optimizer that are not the same ``before`` (checkpoint) and ``now`` (script), without ``override``.
+def difference(name: str, checkpoint: object, script: object) -> str:
+    """Words for an option with one value in the checkpoint and another in the script."""
+    return f"{name}={reprlib.repr(checkpoint)} (script: {reprlib.repr(script)})"
+
+
+def differences(before: Options, now: Options, skipped: Collection[str]) -> Iterator[str]:
+    """The options of the optimizer that differ ``before`` (checkpoint) and ``now`` (script), but for those ``skipped``.
 
     Rates that a scheduler derives from the chosen rate are compared by their ratio to it.
     """
@@ -146,22 +133,10 @@ def differences(before: Options, now: Options, override: Collection[str]) -> Ite
         rate, prefix = learning_rates.chosen(has), f"param_groups[{place}]." if len(now) > 1 else ""
         factor = float(has[rate]) / float(was[rate]) if was.get(rate) and has.get(rate) else 1.0
         for name in sorted(was.keys() & has.keys() - ({"lr"} - {rate})):  # a scheduler changes lr in each update
-            one, other, scheduled = was[name], has[name], name in _OF_SCHEDULE and name != rate
-            derived = scheduled and name in learning_rates.RATES and math.isclose(other, one * factor)
-            option = "lr" if name == rate else name
-            if not (derived or option in override or equal(one, other)):
-                key = option if numbers(other) and not scheduled else None
-                yield Difference(prefix + (option if name == "initial_lr" else name), one, other, key, scheduled)
-
-
-def conflict_note(found: Sequence[Difference]) -> str | None:
-    """One sentence about the differences ``found``, and how to change the options; ``None`` without differences."""
-    if not found:
-        return None
-    listed, override = ", ".join(map(str, found)), {each.override: each.script for each in found if each.override}
-    fix = f"resume(override={override}) takes the script's values." if override else "Only a new run can change that."
-    others = " Only a new run can change the others." if override and not all(each.override for each in found) else ""
-    return f"The checkpoint wins over the script: {listed}. {fix}{others}"
+            option, one, other = "lr" if name == rate else name, was[name], has[name]
+            derived = name != rate and name in learning_rates.RATES and math.isclose(other, one * factor)
+            if not (derived or option in skipped or equal(one, other)):
+                yield difference(prefix + option, one, other)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -180,13 +155,13 @@ def checked_override(optimizer: Optimizer, override: object) -> dict[str, Any]:
     """
     if not isinstance(override, Mapping):
         raise UsageError(f"override is {of_type(override)}; give values by name, such as {{'lr': 3e-4}}.")
-    group, kind = optimizer.param_groups[0], type(optimizer).__name__
-    known = sorted(name for name in group.keys() - _OF_SCHEDULE - _NO_OPTIONS if numbers(group[name]))
+    group = optimizer.param_groups[0]
+    known = {name: group[name] for name in sorted(group.keys() - OF_SCHEDULE - _NO_OPTIONS) if _numbers(group[name])}
     for name, value in override.items():
-        if name not in known:
-            raise UsageError(f"override has {name!r}, which is no number that {kind} takes. Those are {', '.join(known)}.")
-        if len(found := numbers(value)) != len(numbers(group[name])) or not all(0 <= number < math.inf for number in found):
-            raise UsageError(f"override has {name}={value!r}. Give what {group[name]!r} is, in numbers of at least 0.")
+        form, found = _numbers(known.get(name)), _numbers(value)
+        if not form or len(found) != len(form) or not all(0 <= number < math.inf for number in found):
+            kind, options = type(optimizer).__name__, ", ".join(f"{one}={number!r}" for one, number in known.items())
+            raise UsageError(f"override has {name}={value!r}. {kind} takes numbers of at least 0 for: {options}.")
     return dict(override)
 
 
@@ -204,15 +179,14 @@ def put_override(context: RunContext, scheduler: LRScheduler | None) -> None:
             raise UsageError(f"override has {name}, which {type(scheduler).__name__} sets in each update. Leave it out.")
         was = groups[0][name]
         if name == "lr":
-            was = float(groups[0][learning_rates.chosen(groups[0])]) / groups[0].get(learning_rates.SCALE, 1.0)
-            scaled = [value * group.get(learning_rates.SCALE, 1.0) for group in groups]
-            learning_rates.multiply(context.optimizer, scheduler, list(map(learning_rates.factor, groups, scaled)))
-            if scheduler is None or learning_rates.chosen(groups[0]) == "lr":
-                learning_rates.put(groups, scaled)  # exactly, without rounding of the factor
+            learning_rates.scale(context.optimizer, scheduler, 1.0)  # fit_batches() scales them again
+            rate = learning_rates.chosen(groups[0])
+            was = float(groups[0][rate])
+            learning_rates.multiply(context.optimizer, scheduler, [learning_rates.factor(group, value) for group in groups])
+            if scheduler is None or rate == "lr":
+                learning_rates.put(groups, [value] * len(groups))  # exactly, without rounding of the factor
             for each in context.options:
-                each |= learning_rates.multiplied(each, learning_rates.factor(each, value)) | {
-                    learning_rates.chosen(each): value
-                }
+                each |= learning_rates.multiplied(each, learning_rates.factor(each, value)) | {rate: value}
         else:
             for each in (*groups, *context.options):
                 each[name] = copy.deepcopy(value)
@@ -233,17 +207,12 @@ def _names(context: RunContext) -> list[list[str | None]]:
     return [[names.get(id(parameter)) for parameter in group["params"]] for group in context.optimizer.param_groups]
 
 
-def _watched(stopping: EarlyStopping | None) -> tuple[str, str, bool]:
-    """The watched metric, the direction in which it improves, and whether early stopping is on."""
-    found = stopping or EarlyStopping()
-    return found.metric, found.mode or "min", stopping is not None
+def _watched(context: RunContext) -> tuple[str, str]:
+    """The watched metric, and the direction in which it improves."""
+    return context.watched.metric, context.watched.mode or "min"
 
 
-def _in_words(metric: str, mode: str, stops: bool) -> str:
-    return f"early stopping by {metric!r} (mode={mode!r})" if stops else "no early stopping"
-
-
-def numbers(value: Any) -> list[float]:
+def _numbers(value: Any) -> list[float]:
     """The numbers in an option: one, or those of a sequence; empty if there is anything else."""
     found = value if isinstance(value, (tuple, list)) else [value]
     one = all(isinstance(item, (int, float)) or (isinstance(item, torch.Tensor) and item.numel() == 1) for item in found)

@@ -47,7 +47,7 @@ def best(checkpoints: Checkpoints, newest: Mapping[str, Any], least: Figure | No
     """The weights of the best validation in a folder; ``None`` if none is there, or none is better than ``least``."""
     kept, found = least, None
     if newest["best"] is not None and newest["position"]["best"] is not None:
-        metric, mode, _ = newest["watched"]
+        metric, mode = newest["watched"]
         figure = Figure(metric=metric, value=newest["position"]["best"], mode=mode)
         if figure.better(kept):
             kept, found = figure, versioned(newest["best"], newest["versions"])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from trimtab._internal.text import listed, of_type
 from trimtab._internal.user_code import user_code
@@ -70,22 +70,22 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
         called, context.objective, context.optimizer, settings, context.world, clock, context.log_every
     )
     step.hooks = context.hooks or None
-    scheduler = context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
+    context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
     context.options = context.options or given.options_of(context.optimizer)
     if context.resuming is not None:
         context.note_once(registered.unclaimed(context, context.resuming.get("registered", {})))
-        scheduler = context.scheduler = _load_rest(context, step, scheduler, context.resuming)
+        _load_rest(context, step, context.resuming)
     elif context.step_state is not None:
         step.load_state_dict(context.step_state)
     if context.resuming is not None or not context.position.update:
-        given.put_override(context, scheduler)
-    learning_rates.fit_batches(context, scheduler, duration.batches_per_update(context, train))
+        given.put_override(context, context.scheduler)
+    learning_rates.fit_batches(context, context.scheduler, duration.batches_per_update(context, train))
     refuse_unkept(context)
     context.note_once(trainable_loss.note(context.optimizer, context.model))
     if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
         for each in members(context.optimizer):
             use_kernels(each, settings.optimizer.implementation)
-    made = Ready(feed, step, scheduler, clock, move, context.fit.planned)
+    made = Ready(feed, step, context.scheduler, clock, move, context.fit.planned)
     if isinstance(made.step, CompiledStep):
         context.watchers.append(CompileWatch(made.step))
     return made
@@ -332,7 +332,8 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "versions": state_dict_versions.versions(context.model.state_dict()),
         "optimizer": world.whole(context.optimizer.state_dict()),
         "scheduler": schedule_state.state_of(ready.scheduler),
-        "schedule_begun": schedule_state.initial_state(ready.scheduler),
+        "schedule_kind": schedule_state.kind_of(ready.scheduler),
+        "schedule_begun": context.schedule_begun,
         "planned": ready.updates,
         "step": ready.step.state_dict(),
         "ema": None if context.ema is None else world.whole(context.ema.shadow),
@@ -458,38 +459,26 @@ def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
         context.note(f"{_assigned(again)}: as decided when the run began.")
 
 
-def _load_rest(context: RunContext, step: Step, scheduler: LRScheduler | None, state: Mapping[str, Any]) -> LRScheduler | None:
-    """Restore optimizer state, step and schedule from a checkpoint; returns the schedule, fitted to the updates of this run.
+def _load_rest(context: RunContext, step: Step, state: Mapping[str, Any]) -> None:
+    """Restore optimizer state, step and schedule from a checkpoint.
 
     Raises:
-        UsageError: the schedule is of another kind than the checkpoint's, or differs in both length and options.
+        UsageError: the schedule is of another kind than the checkpoint's.
     """
-    kept, named, planned = state["model"], context.model.named_parameters(), context.fit.planned
+    kept, named = state["model"], context.model.named_parameters()
     before: dict[torch.Tensor, torch.dtype] = {parameter: kept[name].dtype for name, parameter in named if name in kept}
     # After the scheduler was made, because making one changes the learning rates.
     optimizer_state.load(context.optimizer, state["optimizer"], context.world, before)
     step.load_state_dict(state["step"])
-    found = schedule_state.load(scheduler, state["scheduler"], state["schedule_begun"])
-    script, context.options = context.options or [], state["given"]
-    found += given.differences(state["given"], script, context.override)
-    for text in (given.conflict_note(found), *context.modes.restore(state["modes"])):
-        context.note_once(text)
-    schedule = context.schedule
+    scheduler, script = context.scheduler, context.options or []
+    found = schedule_state.restore(context, state)
+    context.options = state["given"]
+    skipped = {*context.override, *(() if context.scheduler is scheduler else given.OF_SCHEDULE)}
+    if found := [*found, *given.differences(state["given"], script, skipped)]:
+        fix = "resume(override={'lr': ...}) overrides numbers of the optimizer."
+        context.note_once(f"The checkpoint wins over the script: {', '.join(found)}. {fix}")
+    for note in context.modes.restore(state["modes"]):
+        context.note_once(note)
     if given.watches_another(context, state):
-        for plateau in plateaus(scheduler):  # its best value is of another figure
+        for plateau in plateaus(context.scheduler):  # its best value is of another figure
             plateau.best, plateau.num_bad_epochs, plateau.cooldown_counter = plateau.mode_worse, 0, 0
-    if (
-        scheduler is not None
-        and not isinstance(scheduler, ReduceLROnPlateau)
-        and callable(schedule)
-        and planned is not None
-        and planned != state["planned"]
-    ):
-        if changed := [each for each in found if each.of_schedule]:
-            raise UsageError(
-                f"The run has {planned} updates now, and had {state['planned']}: its schedule fits another number only with "
-                f"the options that it had, and the script differs: {', '.join(map(str, changed))}. Give the options of the "
-                "checkpoint, and lengths that follow the number of updates."
-            )
-        return schedule_state.fitted(context, schedule, scheduler, planned)
-    return scheduler
