@@ -28,7 +28,7 @@ from trimtab.errors import MeasurementError
 from trimtab.measure import pairs
 from trimtab.measure.host import Share
 from trimtab.measure.pairs import Block, Progress, Quad, compare, quick
-from trimtab.measure.pooled import MOST_STARTS, PRIOR_STARTS, STARTS, narrow, number_of_starts, pooled
+from trimtab.measure.pooled import DRIFT, MOST_STARTS, PRIOR_STARTS, STARTS, narrow, number_of_starts, pooled
 from trimtab.measure.quantiles import t_quantile
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
@@ -372,15 +372,15 @@ def test_several_starts_are_as_sure_as_they_agree() -> None:
     alike = pooled([start_of(ratio) for ratio in (2.0, 2.002, 1.998)])
     assert alike.ratio.value == pytest.approx(2, rel=1e-3)
     prior = PRIOR_STARTS * (pairs.PROCESS_NOISE**2 + (0.005 / 1.96) ** 2)
-    assert alike.ratio.width == pytest.approx(
-        2 * t_quantile(0.975, PRIOR_STARTS + 2) * math.sqrt((prior + 2e-6) / (PRIOR_STARTS + 2) / 3), rel=0.01
-    )
+    drift = 1.96 * DRIFT  # starts that follow each other share it
+    alone = t_quantile(0.975, PRIOR_STARTS + 2) * math.sqrt((prior + 2e-6) / (PRIOR_STARTS + 2) / 3)
+    assert alike.ratio.width == pytest.approx(2 * math.hypot(alone, drift), rel=0.01)
     several = (2.0, 2.2, 1.8, 2.1, 1.9, 2.05)
     apart = pooled([start_of(ratio) for ratio in several])
     spread = statistics.stdev(math.log(r) for r in several)
     assert apart.process_noise == pytest.approx(spread)
     freedom = PRIOR_STARTS + 5
-    half = t_quantile(0.975, freedom) * math.sqrt((prior + 5 * spread**2) / freedom / 6)
+    half = math.hypot(t_quantile(0.975, freedom) * math.sqrt((prior + 5 * spread**2) / freedom / 6), drift)
     assert math.log(apart.ratio.high / apart.ratio.low) == pytest.approx(2 * half, rel=0.001)
     assert (apart.starts, apart.pairs, apart.discarded, apart.candidate.n) == (6, 72, 24, 60)
     assert apart.candidate.interval.low == pytest.approx(0.9 / 2.2)
@@ -393,7 +393,7 @@ def test_several_starts_are_as_sure_as_they_agree() -> None:
 
 def test_two_starts_that_agree_by_chance_are_not_believed() -> None:
     two = pooled([start_of(2.0), start_of(2.0)]).ratio
-    assert 0.02 < two.width < 0.08
+    assert 0.04 < two.width < 0.09
     apart = pooled([start_of(2.0), start_of(2.2)]).ratio
     assert 1.7 < apart.low < 1.95, "and where they differ the prior keeps them from saying nothing: 1.14 by t of two alone"
     one = pooled([start_of(2.0)]).ratio
@@ -482,7 +482,6 @@ def test_how_many_starts_there_are() -> None:
 )
 def test_less_than_two_percent_is_never_called_a_gain(ratio: float, told: str) -> None:
     found = pooled([start_of(ratio * each) for each in (0.9999, 1.0, 1.0001)])
-    assert found.ratio.low > 1 or found.ratio.high < 1
     assert f"pairs: {told}" in str(Timing(subject="one", rival="other", comparison=found))
     assert found.ratio.faster is (told == "faster")
 

@@ -24,6 +24,10 @@ threads took 0.50 ms a call as long as the process lived, and 0.34 ms in the oth
 """
 PRIOR_STARTS = 1
 """Degrees of freedom of the prior of the variance between starts: it counts as many starts."""
+DRIFT = 0.01
+"""Relative standard deviation of a ratio between minutes. Starts of one confirmation follow each other and share it: more of
+them do not average it out. Without it the intervals of two of ten studies of a small model missed their common median, by 0.2%
+and 0.7%."""
 TRIMMED_FROM = 8
 """Number of starts from which a fifth of the ratios at each end is trimmed."""
 WIDE = 1.15
@@ -42,7 +46,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     two threads for a whole start. The variance between starts is shrunk towards a scaled inverse chi-square prior with
     :data:`PRIOR_STARTS` degrees of freedom (Gelman et al., "Bayesian Data Analysis", section 2.6). The prior contains
     :data:`PROCESS_NOISE`, the variation of the rival's time in ``seen``, and the starts' own errors. So a few starts that agree
-    by chance do not give a narrow interval. A single start uses the prior as a known variance.
+    by chance do not give a narrow interval. A single start uses the prior as a known variance. Several add :data:`DRIFT`.
 
     Two uncertainties that more starts do not reduce widen the interval further. One is the effect of neighbours on both sides,
     as the medians over starts of each of the :attr:`~trimtab.core.measurement.Comparison.estimates`. The other is a time
@@ -64,7 +68,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = ()) -> Com
     freedom, value = PRIOR_STARTS + kept - 1, statistics.median(logs)
     variance = (PRIOR_STARTS * prior + (kept - 1) * spread) / freedom
     quantile = t_quantile((1 + CONFIDENCE) / 2, freedom) if n > 1 else normal_quantile((1 + CONFIDENCE) / 2)
-    half = quantile * math.sqrt(variance / n)
+    half = math.hypot(quantile * math.sqrt(variance / n), normal_quantile((1 + CONFIDENCE) / 2) * DRIFT if n > 1 else 0.0)
     low, high = min(centre - half, value), max(centre + half, value)
     alone = Interval(math.exp(value), math.exp(low), math.exp(high))
     estimates = _estimates(starts)
