@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from _backends import needs_compiler, reloaded
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.backends.aoti import Aoti
-from trimtab.backends.common.exported_program import export_program
+from trimtab.backends.common.exported_program import NOT_FROZEN, export_program
 from trimtab.backends.common.foreign import calibration_rows
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
@@ -20,7 +21,9 @@ from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import Backend
 from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Dim
-from trimtab.errors import InputError
+from trimtab.core.workload import Workload
+from trimtab.errors import CompileError, InputError
+from trimtab.evaluation.prepared_workload import prepare
 
 
 class Rows(nn.Module):
@@ -47,6 +50,13 @@ class Steps(nn.Module):
         for step in range(x.shape[1]):
             state = self.cell(x[:, step], state) / float(x.shape[1])
         return state
+
+
+class Mapped(Rows):
+    """Takes its rows one by one in a way that is no TorchScript."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.stack([*map(self.proj, x.unbind())])
 
 
 DIMS = {"x": {0: Dim("batch"), 1: Dim("length")}}
@@ -76,6 +86,26 @@ def test_the_size_that_is_not_tied_down_stays_free(
                 torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
         with pytest.raises(InputError, match="was given, but this was built for x: float32"):
             executable(torch.randn(3, 7, 4))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_where_sizes_are_stated_a_form_that_would_keep_only_some_is_not_built(backend: Backend) -> None:
+    subject = prepare(Workload(model=Steps().eval(), inputs=torch.randn(2, 5, 4), dynamic=DIMS))
+    with pytest.raises(CompileError) as refused:
+        backend.compile(subject.candidate)
+    assert str(refused.value).endswith(NOT_FROZEN)
+
+
+def test_the_original_is_saved_for_the_sizes_of_the_example_if_it_exports_for_no_others(tmp_path: pathlib.Path) -> None:
+    """An artifact carries it, to compare speeds with."""
+    candidate = dataclasses.replace(candidate_of(Mapped()), all_sizes=True)
+    eager = Eager().compile(candidate)
+    x = torch.randn(2, 5, 4)
+    torch.testing.assert_close(reloaded(Eager(), eager, tmp_path)(x), candidate.model(x))
+    assert eager.signature.dims == ()
+    assert eager.notes == [
+        "What is saved takes the example's batch, length only, because the model does not export for others."
+    ]
 
 
 def test_outputs_that_may_follow_what_is_kept_stay_open() -> None:
@@ -115,10 +145,6 @@ def test_calibration_inputs_are_fitted_to_what_is_frozen_only(dims: list[str], s
 
 
 def test_a_trace_that_ties_down_one_size_is_used_where_the_source_is_no_torchscript(tmp_path: pathlib.Path) -> None:
-    class Mapped(Rows):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return torch.stack([*map(self.proj, x.unbind())])
-
     torch.manual_seed(0)
     calibration = [((torch.randn(rows, 9, 4),), {}) for rows in (2, 3)]
     candidate = Candidate.of(Mapped().eval(), (torch.randn(2, 5, 4),), dynamic=DIMS, calibration=calibration)
@@ -127,3 +153,5 @@ def test_a_trace_that_ties_down_one_size_is_used_where_the_source_is_no_torchscr
     assert executable.notes == ["Built for the example's batch only, because it is not right for others."]
     x = torch.randn(2, 30, 4)
     torch.testing.assert_close(reloaded(TorchScript(), executable, tmp_path)(x), candidate.model(x))
+    with pytest.raises(CompileError, match="TorchScript cannot take this model. Traced: "):
+        TorchScript().compile(dataclasses.replace(candidate, all_sizes=True))

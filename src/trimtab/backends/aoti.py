@@ -151,9 +151,10 @@ class Aoti(Backend):
         )
         write_json(folder / BUILD, build)
         program, frozen = export_static(candidate)
-        _package(program, folder / EXAMPLE, self.mode)
         notes: list[str] = []
+        # before the example's package, which takes half a minute and is of no use alone if the workload states other sizes
         signature = self._dynamic(candidate, frozen, folder, notes) if candidate.signature.dims else frozen
+        _package(program, folder / EXAMPLE, self.mode)
         executable = AotiExecutable(folder, build, signature, candidate.settings)
         executable._scratch = scratch
         executable.notes += notes
@@ -197,6 +198,11 @@ def load(folder, threads):
 """
 
     def _dynamic(self, candidate: Candidate, frozen: Signature, folder: pathlib.Path, notes: list[str]) -> Signature:
+        """Build the package for other sizes than the example's, if there can be one. Returns the signature of both packages.
+
+        Raises:
+            CompileError: it cannot be built, and the workload states other sizes.
+        """
         try:
             program, signature = export_program(candidate)
             if signature.dims:
@@ -204,6 +210,8 @@ def load(folder, threads):
                 notes += _built_for(lost_dims(candidate.signature, signature))
                 return signature
         except CompileError as error:
+            if candidate.all_sizes:
+                raise
             notes.append(str(error))
         notes += _built_for(lost_dims(candidate.signature, frozen))
         return frozen

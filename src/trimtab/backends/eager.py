@@ -104,7 +104,14 @@ class EagerExecutable(Executable):
         return owned(outputs, self._held, inference=self._inference)
 
     def _export(self, folder: pathlib.Path) -> None:
-        write_json(folder / SIGNATURE, write_exported(self._candidate, folder))
+        candidate = self._candidate
+        try:
+            signature = write_exported(candidate, folder)
+        except CompileError:
+            if not (candidate.all_sizes and candidate.signature.dims):
+                raise
+            signature = write_exported(candidate.keeping([]), folder)  # it cannot ship, but an artifact carries the original
+        write_json(folder / SIGNATURE, signature)
 
 
 class FlatExecutable(Executable):

@@ -152,22 +152,27 @@ def load(folder, threads):
         """Compile ``module`` by running it on the example and, with dynamic dimensions, at one other size.
 
         Size 1 needs no check: the compiler guards on it and compiles again. The signature keeps a dynamic dimension only if a
-        size that was not seen yet runs without compilation.
+        size that was not seen yet runs without compilation. Of dimensions that the workload states all must be kept.
         """
         executable = InductorExecutable(module, self.mode, candidate.signature, candidate.settings)
         try:
             executable.signature = verified(candidate, executable.run, smallest=False)
         except CompileError:
+            if candidate.all_sizes:
+                raise
             if reason := disagreement(candidate, executable.run, candidate.leaves):
                 raise CompileError(f"torch.compile does not get this model right: {reason}.") from None
             executable.signature = frozen_signature(candidate, executable.run)
             return executable
         if (sizes := _compiled_anew(candidate, executable)) is not None:
-            executable.signature = frozen_signature(candidate, executable.run)
-            executable.notes.append(
-                f"Built for the example's {', '.join(sizes)} only: other sizes would each be compiled anew, as for "
+            anew = (
+                "Other sizes than the example's would each be compiled anew, as for "
                 f"{', '.join(f'{name}={size}' for name, size in sizes.items())}, and torch.compile gives up after eight."
             )
+            if candidate.all_sizes:
+                raise CompileError(anew)
+            executable.signature = frozen_signature(candidate, executable.run)
+            executable.notes.append(f"Built for the example's {', '.join(sizes)} only. {anew}")
         return executable
 
 

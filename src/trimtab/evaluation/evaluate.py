@@ -135,7 +135,7 @@ def _pipeline(
     executable, figures["cold_s"] = start(recipe, candidate)
     notes = (*candidate.notes, *moved(recipe, candidate, subject.model), *_notes(executable, full))
     figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": notes}
-    stated = subject.workload.dynamic is not None
+    stated = subject.candidate.all_sizes
     if stated and (short := _missing_dims(executable, full)):
         return State.FAILED, f"{recipe.backend.name} {short}"
 

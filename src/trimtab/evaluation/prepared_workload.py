@@ -89,6 +89,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None, *, compress
             splits = split(workload, rows, judge)  # batches of unequal sizes were cut by trimtab
     if workload.dynamic is not None:
         _check_stated(workload, candidate, splits)
+        candidate = dataclasses.replace(candidate, all_sizes=True)
     candidate = _with_batch_axis(candidate, judge, notes)
     notes += _writing(candidate)
     some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]

@@ -32,6 +32,8 @@ PROGRAM = "program.pt2"
 SPECIAL = (0, 1)
 """Sizes that tracers and exporters take for constants."""
 RAISES = "it raises"
+NOT_FROZEN = "The example's sizes alone were not tried, because the workload states others."
+"""Added to a reason where :attr:`~trimtab.core.candidate.Candidate.all_sizes` excludes what usually comes next."""
 
 EXPORT_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, FrontendError, subprocess.SubprocessError)
 """Errors of exporters and compilers. The list is broad because they run the user's model."""
@@ -47,27 +49,42 @@ def export_program(candidate: Candidate, *, plain: bool = False) -> tuple[Export
     """Export the candidate as a program with flat inputs and outputs. Returns it and the signature that it supports.
 
     Dynamic dimensions are kept if the export allows them and the program agrees with the model at other sizes. Otherwise some
-    of them (see :func:`fewer_dims`) or all are frozen to the example's sizes. Autocast is exported as a region, which
-    torch.compile refuses; ``plain=True`` exports the casts instead.
+    of them (see :func:`fewer_dims`) or all are frozen to the example's sizes, unless the workload states them. Autocast is
+    exported as a region, which torch.compile refuses; ``plain=True`` exports the casts instead.
 
     Raises:
-        CompileError: the model cannot be exported, for example because of data-dependent control flow.
+        CompileError: the model cannot be exported, for example because of data-dependent control flow, or not for all sizes
+            that the workload states.
     """
-    if (whole := _export_dynamic(candidate, plain)) is not None:
-        return whole
+    if not candidate.signature.dims:
+        return export_static(candidate, plain=plain)
+    try:
+        return export_dynamic(candidate, plain=plain)
+    except CompileError as error:
+        if candidate.all_sizes:
+            raise CompileError(f"{error} {NOT_FROZEN}") from error
     static = export_static(candidate, plain=plain)  # a model with fixed shapes can still be exported for one shape
-    parts = (_export_dynamic(candidate.keeping(dims), plain) for dims in fewer_dims(candidate.signature))
-    return next((part for part in parts if part is not None), static)
-
-
-def _export_dynamic(candidate: Candidate, plain: bool) -> tuple[ExportedProgram, Signature] | None:
-    """The program with all dynamic dimensions; ``None`` if there are none or the export fails."""
-    signature = candidate.signature
-    for stated in (True, False) if signature.dims else ():
+    for dims in fewer_dims(candidate.signature):
         with contextlib.suppress(CompileError):
-            program = _export(candidate, candidate.dynamic_leaves(), dynamic_shapes(signature, stated=stated), plain)
-            return program, verified(candidate, program_call(program))
-    return None
+            return export_dynamic(candidate.keeping(dims), plain=plain)
+    return static
+
+
+def export_dynamic(candidate: Candidate, *, plain: bool = False) -> tuple[ExportedProgram, Signature]:
+    """Export the candidate with all dynamic dimensions, of which there is at least one; otherwise as :func:`export_program`.
+
+    Raises:
+        CompileError: the model cannot be exported so, or the program does something else at other sizes.
+    """
+
+    def exported(*, stated: bool) -> tuple[ExportedProgram, Signature]:
+        shapes = dynamic_shapes(candidate.signature, stated=stated)
+        program = _export(candidate, candidate.dynamic_leaves(), shapes, plain)
+        return program, verified(candidate, program_call(program))
+
+    with contextlib.suppress(CompileError):
+        return exported(stated=True)
+    return exported(stated=False)
 
 
 def fewer_dims(signature: Signature) -> list[list[str]]:
@@ -264,7 +281,7 @@ def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = 
     """Export the candidate with :func:`export_program`, write it into ``folder``, and return the signature that it supports.
 
     A program with dynamic sizes that cannot be written, for example because it halves a size and rounds up, is exported again
-    for the example's sizes.
+    for the example's sizes, unless the workload states others.
 
     Raises:
         CompileError: the model cannot be exported, or its program cannot be written.
@@ -274,7 +291,7 @@ def write_exported(candidate: Candidate, folder: pathlib.Path, *, plain: bool = 
     try:
         _write(program, folder)
     except CompileError:
-        if not signature.dims:
+        if not signature.dims or candidate.all_sizes:
             raise
         program, signature = export_static(candidate, plain=plain)
         _write(program, folder)

@@ -15,7 +15,7 @@ from torch import nn
 from trimtab._internal.serialization import from_json, write_json
 from trimtab._internal.text import counted, summary_line
 from trimtab.backends.common.causes import CONVERSION_ERRORS, known_cause
-from trimtab.backends.common.exported_program import fewer_dims, lost_dims
+from trimtab.backends.common.exported_program import NOT_FROZEN, fewer_dims, lost_dims
 from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.dynamic_dims import resized
@@ -66,15 +66,17 @@ class Conversion:
 def convert(
     candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Candidate], None], failed: str
 ) -> None:
-    """Call ``attempt`` for each of ``ways``, first with dynamic dimensions and then with fixed sizes, until one succeeds. Write
-    the facts into ``folder``. If fixed sizes succeed, subsets of the dynamic dimensions are tried with the same way.
+    """Call ``attempt`` for each of ``ways``, first with dynamic dimensions and then, unless the workload states them, with fixed
+    sizes, until one succeeds. Write the facts into ``folder``. If fixed sizes succeed, subsets of the dynamic dimensions are
+    tried with the same way.
 
     Raises:
         CompileError: all attempts failed. The message is ``failed`` and the error of each attempt.
     """
     attempts: dict[str, list[str]] = {}
     names = [dim.name for dim in candidate.signature.dims]
-    for dims in (names, []) if names else ([],):
+    stated = bool(names) and candidate.all_sizes
+    for dims in (names, []) if names and not stated else (names,):
         wanted = candidate.keeping(dims)
         for way in ways:
             try:
@@ -88,7 +90,7 @@ def convert(
                 dims = _first_that_works(attempt, way, candidate, [*fewer, []])
             write_json(folder / FACTS, Conversion(way, tuple(dims), tuple(_reasons(attempts)[:1])))
             return
-    raise CompileError(f"{failed} {' '.join(_reasons(attempts))}")
+    raise CompileError(" ".join([failed, *_reasons(attempts), *([NOT_FROZEN] if stated else [])]))
 
 
 def _reasons(attempts: Mapping[str, Sequence[str]]) -> list[str]:

@@ -16,7 +16,7 @@ from trimtab._internal.text import counted
 from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.decisions import refuse_decisions
 from trimtab.backends.common.exportable import exportable
-from trimtab.backends.common.exported_program import export_program, lost_dims
+from trimtab.backends.common.exported_program import export_dynamic, export_static
 from trimtab.backends.common.foreign import OpenRun, Row, convert, wrong_graph
 from trimtab.backends.common.io_names import io_names
 from trimtab.backends.common.openvino_file import FILES, HOT, MODEL, core, no_telemetry, runtime
@@ -182,10 +182,8 @@ def _trace(candidate: Candidate) -> Any:
 
 
 def _export(candidate: Candidate) -> Any:
-    program, kept = export_program(candidate)
-    if lost := lost_dims(candidate.signature, kept):
-        raise ValueError(f"torch.export keeps no other sizes of {', '.join(lost)} than the example's")
-    model = runtime().convert_model(program)
+    export = export_dynamic if candidate.signature.dims else export_static
+    model = runtime().convert_model(export(candidate)[0])
     model.reshape(dict(zip(model.inputs, _shapes(candidate.signature), strict=True)))
     return model
 

@@ -43,7 +43,7 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
 
     A trace follows one path through the model. It is used if there are no decisions on data and it agrees with the model on
     other inputs and sizes. Otherwise the source is compiled. If that fails too, a trace with tracer warnings or with fewer
-    dynamic dimensions is accepted, unless the model decides on data.
+    dynamic dimensions is accepted, unless the model decides on data or the workload states the dimensions.
 
     Raises:
         CompileError: neither the trace nor the compiled source computes the model's function.
@@ -54,7 +54,7 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
     try:
         return script_flat(candidate), [f"Compiled from source, because a trace was not safe: {wrong or doubts[0]}."]
     except CompileError as error:
-        if module is None or (wrong and _wrong_where_kept(candidate, module)):
+        if module is None or (wrong and (candidate.all_sizes or _wrong_where_kept(candidate, module))):
             raise CompileError(f"TorchScript cannot take this model. Traced: {wrong}. From source: {error}") from error
     return module, [f"A trace of one path through the model, which the tracer warned about: {doubt}." for doubt in doubts[:1]]
 
