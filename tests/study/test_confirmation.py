@@ -34,7 +34,7 @@ from trimtab.execution.process import Outcome
 from trimtab.hardware.environment import Environment
 from trimtab.measure.pooled import MOST_STARTS, STARTS, pooled
 from trimtab.measure.timer import LocalRunner
-from trimtab.study import confirmation
+from trimtab.study import confirmation, ranking
 from trimtab.study import confirmation_starts as starts
 from trimtab.study.options import Options
 from trimtab.study.study import Study
@@ -189,6 +189,29 @@ def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -
     assert trial.comparison is not None
     slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
     assert starts.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
+
+
+def test_a_probe_ends_with_the_budget_and_the_trial_stands_unless_memory_decides(searched: tuple[Study, Trial]) -> None:
+    study, eager = searched
+    other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), cold_s=None, peak_mb=None)
+
+    def probed(until: float | None, **limits: float) -> Trial:
+        plan = Plan(limits=trimtab.Limits(**limits))
+        with study.runner.servers("rivals") as servers:
+            found = study.runner._probed(other, study.runner.files(eager), servers, plan, until)
+        assert found is not None
+        return found
+
+    whole = probed(None)
+    assert None not in (whole.cold_s, whole.peak_mb)
+    late = probed(time.monotonic())
+    assert (late.state, late.cold_s, late.peak_mb) == (State.COMPLETE, None, None)
+    assert late.speedup == eager.speedup
+    assert late.notes[-1] == "The time ended before its cold start and peak memory were measured."
+    unknown = probed(time.monotonic(), memory_mb=1e6)
+    assert unknown.state is State.STOPPED
+    assert str(unknown.reason).endswith("The same command tries it again.")
+    assert ranking.has_more(unknown, seconds=study.options.trial_s, memory_mb=study.runner.memory_mb)
 
 
 def test_what_the_test_data_refuse_is_not_timed(searched) -> None:

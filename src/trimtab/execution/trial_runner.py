@@ -30,6 +30,8 @@ SLOW_READING_S = 2.0
 """Seconds of reading a workload above which a note says that it is read again."""
 READ_AGAIN = 3.0
 """Time in which a server must have read the workload, in dry runs."""
+UNPROBED = "The time ended before its cold start and peak memory were measured."
+"""A note on a trial that was checked and timed, but not probed."""
 
 
 class TrialRunner:
@@ -194,7 +196,7 @@ class TrialRunner:
         again: bool = False,
     ) -> Trial | None:
         """Evaluate ``recipe`` in a worker beside the baseline's server, for at most ``limit_s`` seconds and the study's limit;
-        ``None`` if the study had to end.
+        ``None`` if the study had to end. A time that ends while its saved files are probed leaves those figures unmeasured.
 
         Raises:
             MeasurementError: the baseline cannot be served.
@@ -210,6 +212,7 @@ class TrialRunner:
             if self.interrupted():
                 return None
             raise
+        begun = time.monotonic()
         folder = self.folder / TRIALS / recipe.hash
         shutil.rmtree(folder, ignore_errors=True)
         job = self.job() | {
@@ -226,29 +229,35 @@ class TrialRunner:
         if not servers.alive("as_written") and not again:
             # the baseline's server died, not this recipe
             return self.trial(recipe, plan, servers, deadline, limit_s=limit_s, again=True)
-        found = self._ended(recipe, outcome, folder, servers)
+        until = deadline if limit_s is None else begun + limit_s
+        found = self._ended(recipe, outcome, folder, servers, plan, until)
         log = str((folder / LOG).relative_to(self.folder))
-        return None if found is None else dataclasses.replace(found, log=log, seconds=outcome.seconds)
+        return None if found is None else dataclasses.replace(found, log=log, seconds=time.monotonic() - begun)
 
-    def _ended(self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, servers: BaselineServers) -> Trial | None:
-        """The trial from a worker's ``outcome``; ``None`` if the study had to end while the trial was probed."""
+    def _ended(
+        self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, servers: BaselineServers, plan: Plan, until: float | None
+    ) -> Trial | None:
+        """The trial from a worker's ``outcome``, probed by ``until``; ``None`` as for :meth:`_probed`."""
         unsaved = folder / UNSAVED
         if outcome.result is not None:
-            return self._probed(from_json(Trial, outcome.result), folder, servers)
+            return self._probed(from_json(Trial, outcome.result), folder, servers, plan, until)
         if not unsaved.exists():
             how = {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
             return Trial(recipe=recipe, state=State.FAILED, **how)
         trial = from_json(Trial, json.loads(unsaved.read_text(encoding="utf-8")))
         reason = f"It cannot ship, because writing it failed. {outcome.reason}"
         trial = dataclasses.replace(trial, reason=reason, ended_by=outcome.ended_by, limit=outcome.limit)
-        return self._probed(trial, folder, servers) or trial
+        return self._probed(trial, folder, servers, plan, until) or trial
 
-    def _probed(self, trial: Trial, folder: pathlib.Path, servers: BaselineServers) -> Trial | None:
+    def _probed(
+        self, trial: Trial, folder: pathlib.Path, servers: BaselineServers, plan: Plan, until: float | None
+    ) -> Trial | None:
         """``trial`` with its cold start and peak memory as in a deployment: a fresh process loads its saved files from
-        ``folder``. ``None`` if the study had to end.
+        ``folder``. ``None`` if the study had to end before those of the baseline were known.
 
         The cold start of the model as written is that of the user's own code. Its peak memory is that of its saved form, like
-        that of all others, unless it has none.
+        that of all others, unless it has none. If the study ends, or ``until`` (``time.monotonic``) passes, before the process
+        has, the trial stands without them; where memory decides, it is stopped, and the next run tries it again.
         """
         if trial.recipe == self.baseline:
             one = Interval(1.0, 1.0, 1.0)  # by definition; its measured ratio to itself is noise, and stays in the comparison
@@ -258,9 +267,12 @@ class TrialRunner:
             trial = dataclasses.replace(trial, speedup=one, cold_s=costs.get("cold_s"), peak_mb=costs.get("peak_mb"))
         if trial.state is not State.COMPLETE or trial.size_mb is None:
             return trial
-        outcome = self._probe(trial, folder, folder / "probe")
+        outcome = self._probe(trial, folder, folder / "probe", deadline=until)
+        if outcome.cut_off and (plan.objective == "memory" or plan.limits.memory_mb is not None):
+            reason = f"{UNPROBED} The same command tries it again."
+            return dataclasses.replace(trial, state=State.STOPPED, reason=reason, ended_by="time", limit=outcome.seconds)
         if outcome.cut_off:
-            return None
+            return dataclasses.replace(trial, peak_mb=None, notes=(*trial.notes, UNPROBED))
         if outcome.result is None:
             reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
             how = {name: getattr(outcome, name) for name in ("traceback", "ended_by", "limit")}
@@ -277,10 +289,18 @@ class TrialRunner:
             return trial.cold_s, trial.peak_mb
         return trial.cold_s if trial.recipe == self.baseline else outcome.result["cold_s"], outcome.result["peak_mb"]
 
-    def _probe(self, trial: Trial, files: pathlib.Path, place: pathlib.Path, *, final: bool = False) -> Outcome:
+    def _probe(
+        self,
+        trial: Trial,
+        files: pathlib.Path,
+        place: pathlib.Path,
+        *,
+        deadline: float | None = None,
+        final: bool = False,
+    ) -> Outcome:
         inputs = str(self.folder.absolute() / REFERENCE / EXAMPLE)
         job = {"kind": "probe", "recipe": trial.recipe.to_json(), "files": str(files), "inputs": inputs}
-        return self.run_job(job, place, final=final, warm=False)
+        return self.run_job(job, place, deadline=deadline, final=final, warm=False)
 
     def _baseline_costs(self, servers: BaselineServers) -> Mapping[str, float | None] | None:
         """``cold_s`` and ``peak_mb`` of the baseline as its user starts it; ``None`` if the study had to end.
