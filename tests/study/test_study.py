@@ -37,7 +37,7 @@ from trimtab.study.final_selection import ahead, pays
 from trimtab.study.options import Options
 from trimtab.study.record import claim
 from trimtab.study.run_folder import exclusive, starting_afresh
-from trimtab.study.samplers.ladder import Ladder, SearchState, as_written
+from trimtab.study.samplers.ladder import Ladder, SearchState, as_written, first_asks
 from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file, shown
 
@@ -330,6 +330,8 @@ def test_tpe_covers_the_space_and_repeats_nothing(tmp_path) -> None:
         trial = by_backend(ask.recipe)
         value = ranking.value(trial, "latency")
         trials.append(storage.finish(sampler.pending, trial, value) if sampler.pending else storage.add(trial, value))
+    first = [ask.recipe for ask in first_asks()]
+    assert [trial.recipe for trial in trials[: len(first)]] == first, "as the ladder begins"
     assert len({trial.recipe.hash for trial in trials}) == 25
     assert [t.recipe for t in storage.trials()] == [t.recipe for t in sorted(trials, key=lambda t: t.number)]
     assert len({trial.recipe.backend.name for trial in trials}) >= 4
@@ -406,7 +408,7 @@ def test_a_run_folder_is_for_one_process_at_a_time(tmp_path) -> None:
 def test_suggestions_that_do_not_fit_end_the_search(tmp_path) -> None:
     storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
     sampler = Tpe(storage, seed=1)
-    known = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["eager"]()), 1.0)]
+    known = [complete(ask.recipe, 1.0) for ask in first_asks()]
     left: list[Trial] = []
     while True:
         ask = sampler.ask([*known, *left], facts())
@@ -416,8 +418,15 @@ def test_suggestions_that_do_not_fit_end_the_search(tmp_path) -> None:
             break
     assert len(left) == 10
     assert not any(trial.state == optuna.trial.TrialState.RUNNING for trial in storage.study.trials)
-    end = " and 8 more, which the report lists. The same command goes on with them."
-    assert ranking.too_short(left) == f"The budget was too short to try {left[0].recipe}, {left[1].recipe}{end}"
+    words = f"The budget was too short to try {left[0].recipe}, {left[1].recipe} and 8 more, which the report lists."
+    assert ranking.too_short(left).startswith(words)
+
+
+@pytest.mark.parametrize(("name", "why"), [("openvino", ""), ("aoti", " Runtimes that compile in seconds come first.")])
+def test_what_a_budget_leaves_out_is_named_and_why_it_came_late(name: str, why: str) -> None:
+    left = Trial(recipe=Recipe(backend=BACKENDS[name]()), state=State.SKIPPED)
+    words = f"The budget was too short to try {name}.{why} The same command goes on with them."
+    assert ranking.too_short([left]) == words
 
 
 def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:
@@ -479,7 +488,7 @@ def test_a_trial_that_time_ended_tells_how_long_its_own_runtime_takes_and_nothin
 def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sampler(tmp_path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
     storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
-    sampler, known = Tpe(storage, seed=1), [complete(as_written(), 1.0), complete(EAGER, 1.0)]
+    sampler, known = Tpe(storage, seed=1), [complete(ask.recipe, 1.0) for ask in first_asks()]
     assert sampler.ask(known, facts()) is not None
     optuna.delete_study(study_name="x", storage=url)
     with pytest.raises(StorageError, match="cannot be written: .* Finished trials are kept"):

@@ -420,4 +420,6 @@ def too_short(left_out: Sequence[Trial]) -> str:
     """A sentence about the recipes that the budget left no time for."""
     rest = ", which the report lists" if len(left_out) > NAMED else ""
     names = listed([str(trial.recipe) for trial in left_out], NAMED)
-    return f"The budget was too short to try {names}{rest}. The same command goes on with them."
+    slow = any(trial.recipe.backend.cost != "seconds" for trial in left_out)
+    why = " Runtimes that compile in seconds come first." if slow else ""
+    return f"The budget was too short to try {names}{rest}.{why} The same command goes on with them."

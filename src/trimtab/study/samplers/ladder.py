@@ -64,6 +64,26 @@ class Ask:
     """The speed-up that it must surely exceed to be of use, in training."""
 
 
+def first_asks() -> list[Ask]:
+    """What every search begins with: the model as written, eager mode, and without loss each runtime that compiles in seconds.
+
+    The others compile for half a minute and more. They come late, because two of them would take a budget of two minutes, in
+    which 8 bits and the number of threads bring more.
+    """
+    lossless = [Ask("lossless", Recipe(backend=backend)) for backend in _quick_runtimes()]
+    return [Ask("as_written", as_written()), Ask("tuned", _eager()), *lossless]
+
+
+def _eager() -> Recipe:
+    return Recipe(backend=BACKENDS["eager"]())
+
+
+def _quick_runtimes() -> list[Backend]:
+    """Runtimes that compile in seconds. Those with a graph of their own come first, because they bring most of the gain."""
+    quick = [backend for backend in search_space.backends() if backend.cost == "seconds" and backend.name != "eager"]
+    return sorted(quick, key=lambda backend: not backend.own_graph)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchState:
     """What a sampler knows about the study."""
@@ -119,15 +139,11 @@ class Ladder(Sampler):
         return next((ask for ask in self._walk(done, facts) if ask.recipe.hash not in done), None)
 
     def _walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
-        plain = Recipe(backend=BACKENDS["eager"]())
-        cheap = [backend for backend in search_space.backends() if backend.cost == "seconds" and backend.name != "eager"]
+        plain, quick = _eager(), _quick_runtimes()
+        runtimes, relatives = [b for b in quick if b.own_graph], [b for b in quick if not b.own_graph]
         slow = [backend for backend in search_space.backends() if backend.cost != "seconds"]
-        runtimes, relatives = [b for b in cheap if b.own_graph], [b for b in cheap if not b.own_graph]
-        yield Ask("as_written", as_written())
-        yield Ask("tuned", plain)
-        # each once, before any is timed at length; those with a graph of their own bring most of the gain
-        yield from _lossless([*runtimes, *relatives], plain)
         threads = [knob for knob in search_space.knobs() if "threads" in knob.sets]
+        yield from first_asks()
         if _is_quick(_best(done, facts, exact_only=True)):  # several may be fast in some minutes only
             yield from _with_each(_best(done, facts, exact_only=True), threads[:1])
         yield from _precision(runtimes, plain, done, facts)
@@ -443,7 +459,7 @@ def _best_eager(done: Mapping[str, Trial]) -> Recipe:
         if trial.recipe.backend.name == "eager" and trial.recipe.exact and trial.state is State.COMPLETE
         if not any(step.choices() for step in trial.recipe.passes)
     ]
-    return max(found, key=_speed).recipe if found else Recipe(backend=BACKENDS["eager"]())
+    return max(found, key=_speed).recipe if found else _eager()
 
 
 def _best(done: Mapping[str, Trial], facts: SearchState, *, exact_only: bool) -> Trial | None:

@@ -15,12 +15,13 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import Trial
 from trimtab.errors import UsageError
-from trimtab.study.samplers.ladder import MOST_DECLINED, Ask, Sampler, SearchState, as_written
+from trimtab.study.samplers.ladder import MOST_DECLINED, Ask, Sampler, SearchState, first_asks
 from trimtab.study.storage import Storage
 
 
 class Tpe(Sampler):
-    """Optuna's tree-structured Parzen estimator, for long budgets. The original, as written and tuned, comes first.
+    """Optuna's tree-structured Parzen estimator, for long budgets, after what every search begins with
+    (:func:`~trimtab.study.samplers.ladder.first_asks`).
 
     Source: Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011.
     """
@@ -47,10 +48,9 @@ class Tpe(Sampler):
     def _ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
         done = {trial.recipe.hash: trial for trial in trials}
         self.pending = None
-        first = [Ask("as_written", as_written()), Ask("tuned", Recipe(backend=BACKENDS["eager"]()))]
-        for ask in first:
-            if ask.recipe.hash not in done:
-                return ask
+        first = next((ask for ask in first_asks() if ask.recipe.hash not in done), None)
+        if first is not None:
+            return first
         for _ in range(self.attempts):
             asked = self._study.ask()
             try:
