@@ -73,15 +73,13 @@ def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
         return None
     if not share:
         return _strict(given, score)
+    meant = f"If {given:g}% was meant, write --max-drop {given:g}% or max_drop={given / 100:g}."
     if given >= 1:
         raise UsageError(
             f"max_drop is {given:g}, but the score is a share between 0 and 1 ({score:.4f} as written) and cannot drop by that "
-            f"much. If {given:g}% was meant, write --max-drop {given:g}% or max_drop={given / 100:g}."
+            f"much. {meant}"
         )
-    return (
-        f"max_drop allows the score to drop by {given:.0%} ({score:.4f} as written). If {given:g}% was meant, write "
-        f"--max-drop {given:g}% or max_drop={given / 100:g}."
-    )
+    return f"max_drop allows the score to drop by {given:.0%} ({score:.4f} as written). {meant}"
 
 
 def unproven(limits: Limits, score: float | None, least: Mapping[str, Drop]) -> str | None:
@@ -133,29 +131,35 @@ def _generous(limits: Limits) -> str | None:
     )
 
 
+def _wishes(limits: Limits) -> dict[str, tuple[float, str]]:
+    """The limits that the user gave on other things than accuracy, with their units, by name."""
+    known = {
+        "latency": (limits.latency_ms, "ms"),
+        "memory": (limits.memory_mb, "MB"),
+        "size": (limits.size_mb, "MB"),
+        "throughput": (limits.throughput, "examples/s"),
+    }
+    return {name: (limit, unit) for name, (limit, unit) in known.items() if limit is not None}
+
+
 def misses(trial: Trial, limits: Limits) -> list[Miss]:
     """The limits that a measured ``trial`` misses."""
     found = [miss for miss in (_accuracy(trial, limits),) if miss is not None]
-    for name, unit, limit, value in (
-        ("latency", "ms", limits.latency_ms, trial.latency_ms.median if trial.latency_ms else None),
-        ("memory", "MB", limits.memory_mb, trial.peak_mb),
-        ("size", "MB", limits.size_mb, trial.size_mb),
-    ):
-        if limit is None:
+    measured = {
+        "latency": None if trial.latency_ms is None else trial.latency_ms.median,
+        "memory": trial.peak_mb,
+        "size": trial.size_mb,
+        "throughput": None if trial.throughput is None else trial.throughput.median,
+    }
+    for name, (limit, unit) in _wishes(limits).items():
+        if (value := measured[name]) is None:
+            words = f"Its {name} was not measured, so it cannot be said to keep {limit:g} {unit}."
+            found.append(Miss(name, math.inf, words))
             continue
-        if value is None:
-            found.append(
-                Miss(name, float("inf"), f"Its {name} was not measured, so it cannot be said to keep {limit:g} {unit}.")
-            )
-        elif value > limit:
-            found.append(Miss(name, value / limit, f"Its {name} of {value:.4g} {unit} is above the limit of {limit:g} {unit}."))
-    least, rate = limits.throughput, None if trial.throughput is None else trial.throughput.median
-    if least is not None and rate is None:
-        words = f"Its throughput was not measured, so it cannot be said to keep {least:g} examples/s."
-        found.append(Miss("throughput", math.inf, words))
-    elif least is not None and rate is not None and rate < least:
-        words = f"Its throughput of {rate:.4g} examples/s is below the limit of {least:g} examples/s."
-        found.append(Miss("throughput", least / rate, words))
+        excess, side = (limit / value, "below") if name == "throughput" else (value / limit, "above")
+        if excess > 1:
+            words = f"Its {name} of {value:.4g} {unit} is {side} the limit of {limit:g} {unit}."
+            found.append(Miss(name, excess, words))
     return found
 
 
@@ -304,16 +308,7 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
     accurate = [t for t in shipping if not any(m.limit in QUALITY for m in misses(t, limits))]
     held = next((t for t in complete if not ships(t) and not misses(t, limits)), None)
     but = "" if held is None else f" {held.recipe} would keep them. {held.reason}"
-    wishes = ", ".join(
-        f"{name} {limit:g} {unit}"
-        for name, limit, unit in (
-            ("latency", limits.latency_ms, "ms"),
-            ("memory", limits.memory_mb, "MB"),
-            ("size", limits.size_mb, "MB"),
-            ("throughput", limits.throughput, "examples/s"),
-        )
-        if limit is not None
-    )
+    wishes = ", ".join(f"{name} {limit:g} {unit}" for name, (limit, unit) in _wishes(limits).items())
     if not accurate:
         quality = "loss" if any(t.drop is not None and t.drop.of == "loss" for t in shipping) else "accuracy"
         return f"Nothing meets the limits ({wishes or quality}), and no recipe kept the {quality} limit.{but}"
@@ -333,11 +328,9 @@ def _binding(trials: Sequence[Trial], limits: Limits) -> str:
         missed = {miss.limit for miss in misses(trial, limits)}
         if len(missed) == 1:
             alone.setdefault(missed.pop(), trial)
-    for name in QUALITY:
-        if name in alone:
-            return f"The {name} limit is what binds: without it, {alone[name].recipe} would do."
-    if len(alone) == 1:
-        name = next(iter(alone))
+    quality = next((name for name in QUALITY if name in alone), None)
+    if quality is not None or len(alone) == 1:
+        name = quality or next(iter(alone))
         return f"The {name} limit is what binds: without it, {alone[name].recipe} would do."
     if alone:
         return f"Any of these limits binds alone: {', '.join(sorted(alone))}."
@@ -353,28 +346,19 @@ def entry(trial: Trial, limits: Limits, *, rung: Rung | None = None, confirmed: 
         "recipe": str(trial.recipe),
         "state": trial.state.value,
         "reason": reason,
-        "speedup": _interval(source.speedup),
-        "latency_ms": _latency(source.latency_ms),
+        "speedup": _figures(source.speedup, "value", "low", "high"),
+        "latency_ms": _figures(source.latency_ms, "median", "p90"),
         "score": {"value": source.score},
-        "drop": _drop(source.drop),
+        "drop": _figures(source.drop, "value", "upper"),
         "size_mb": trial.size_mb,
         "peak_mb": trial.peak_mb if source.peak_mb is None else source.peak_mb,
         "cold_s": trial.cold_s if source.cold_s is None else source.cold_s,
     }
 
 
-def _interval(interval: Interval | None) -> Mapping[str, float | None]:
-    if interval is None:
-        return {"value": None, "low": None, "high": None}
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
-
-
-def _latency(measured: Measurement | None) -> Mapping[str, float | None]:
-    return {"median": None, "p90": None} if measured is None else {"median": measured.median, "p90": measured.p90}
-
-
-def _drop(drop: Drop | None) -> Mapping[str, float | None]:
-    return {"value": None, "upper": None} if drop is None else {"value": drop.value, "upper": drop.upper}
+def _figures(source: Interval | Measurement | Drop | None, *names: str) -> dict[str, float | None]:
+    """The figures ``names`` of ``source``; all ``None`` without one."""
+    return {name: None if source is None else getattr(source, name) for name in names}
 
 
 def has_more(trial: Trial, *, seconds: float, memory_mb: float) -> bool:
