@@ -14,7 +14,13 @@ from trimtab.artifact.staging import fresh_folder, refuse_others
 from trimtab.errors import ArtifactError
 from trimtab.study.run_folder import exclusive, starting_afresh
 
-STUDY = {"study.db": "trials", "workload.json": "whose", "artifact/manifest.json": "hours of work", "trials/a/log.txt": "a log"}
+STUDY = {
+    "study.db": "trials",
+    "workload.json": "whose",
+    "artifact/manifest.json": "hours of work",
+    "trials/a/log.txt": "a log",
+    "trainings/a/log.txt": "of a smaller network",
+}
 
 
 def made(folder: pathlib.Path, files: dict[str, str]) -> pathlib.Path:

@@ -24,28 +24,14 @@ from trimtab.study.record import OWNER, RECORD, report_name
 from trimtab.study.result import ARTIFACT
 from trimtab.study.runoff import RUNOFF
 from trimtab.study.training import SETTINGS_FOLDER
+from trimtab.study.trainings import TRAININGS
 
 RESULT_FILE = "result.json"
 LOCK = ".lock"
 ENTRIES = {
-    LOCK,
-    *(
-        ARTIFACT,
-        RESULT_FILE,
-        confirmation_starts.FOLDER,
-        CONFIRM_FOLDER,
-        RUNOFF,
-        EXPLAIN,
-        RECORD,
-        OWNER,
-        TRIALS,
-        RIVALS,
-        REFERENCE,
-        SCRATCH,
-        PREPARE,
-        PREPARED,
-    ),
-    *("study.db", "study.db-journal", "workload.pkl", f"{ARTIFACT}{SUFFIX}", "settings.json", SETTINGS_FOLDER),
+    *(LOCK, OWNER, RECORD, RESULT_FILE, "study.db", "study.db-journal", "workload.pkl", "settings.json"),
+    *(ARTIFACT, f"{ARTIFACT}{SUFFIX}", PREPARE, PREPARED, REFERENCE, SCRATCH, TRIALS, TRAININGS, SETTINGS_FOLDER),
+    *(RIVALS, RUNOFF, confirmation_starts.FOLDER, CONFIRM_FOLDER, EXPLAIN),
 }
 """Files of a study in its run folder. Other files belong to the user."""
 LEFT = re.compile(r"\..*\.tmp")
