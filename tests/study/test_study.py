@@ -322,7 +322,7 @@ def test_failed_backends_do_not_stop_the_ladder() -> None:
 
 
 def test_tpe_covers_the_space_and_repeats_nothing(tmp_path) -> None:
-    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", identity=IDENTITY)
     sampler, trials = Tpe(storage, seed=1), []
     for _ in range(25):
         ask = sampler.ask(trials, facts())
@@ -339,24 +339,24 @@ def test_tpe_covers_the_space_and_repeats_nothing(tmp_path) -> None:
 
 def test_storage_keeps_trials_and_optuna_opens_it(tmp_path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(url, "x", identity=IDENTITY)
     good = complete(Recipe(passes=(PASSES["threads"](),), backend=BACKENDS["eager"]()), 2.0)
     bad = Trial(recipe=as_written(), state=State.FAILED, reason="It crashed.", traceback="Traceback ...")
     storage.add(good, 2.0)
     storage.add(bad, None)
-    again = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    again = Storage(url, "x", identity=IDENTITY)
     assert again.trials() == [good, dataclasses.replace(bad, number=1)]
     study = optuna.load_study(study_name="x", storage=url)
     assert study.best_value == 2.0
     assert study.best_params["backend"] == "eager"
     assert study.trials[1].state == optuna.trial.TrialState.FAIL
     with pytest.raises(UsageError, match="was made for another objective: 'latency' there, 'size' now"):
-        Storage(url, "x", direction="maximize", identity={**IDENTITY, "objective": "size"})
+        Storage(url, "x", identity={**IDENTITY, "objective": "size"})
 
 
 def test_a_study_goes_on_with_other_techniques_than_it_began_with(tmp_path, monkeypatch) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(url, "x", identity=IDENTITY)
     storage.add(complete(as_written(), 1.0), 1.0)
     found = search_space.parameters
 
@@ -366,11 +366,11 @@ def test_a_study_goes_on_with_other_techniques_than_it_began_with(tmp_path, monk
 
     monkeypatch.setattr("trimtab.study.storage.parameters", fewer)
     other = storage.add(complete(Recipe(backend=BACKENDS["eager"]()), 1.5), 1.5)
-    assert [trial.number for trial in Storage(url, "x", direction="maximize", identity=IDENTITY).trials()] == [0, other.number]
+    assert [trial.number for trial in Storage(url, "x", identity=IDENTITY).trials()] == [0, other.number]
 
 
 def test_a_trial_of_a_technique_that_is_gone_is_left_out(tmp_path) -> None:
-    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", identity=IDENTITY)
     kept = storage.add(complete(as_written(), 1.0), 1.0)
     storage.add(complete(EAGER, 2.0), 2.0)
     assert len(storage.trials()) == 2
@@ -380,7 +380,7 @@ def test_a_trial_of_a_technique_that_is_gone_is_left_out(tmp_path) -> None:
             "update trial_user_attributes set value_json = replace(value_json, ?, ?) where trial_id = 2",
             tuple(f'name\\": \\"{name}' for name in ("eager", "gone")),
         )
-    again = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    again = Storage(f"sqlite:///{tmp_path}/study.db", "x", identity=IDENTITY)
     assert again.trials() == [kept]
     assert len(again.notes) == 1
     assert again.notes[0].startswith("One trial is left out, because this installation cannot read what was tried: There is no")
@@ -406,7 +406,7 @@ def test_a_run_folder_is_for_one_process_at_a_time(tmp_path) -> None:
 
 
 def test_suggestions_that_do_not_fit_end_the_search(tmp_path) -> None:
-    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", identity=IDENTITY)
     sampler = Tpe(storage, seed=1)
     known = [complete(ask.recipe, 1.0) for ask in first_asks()]
     left: list[Trial] = []
@@ -432,23 +432,23 @@ def test_what_a_budget_leaves_out_is_named_and_why_it_came_late(name: str, why: 
 def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:
     (tmp_path / "study.db").write_bytes(b"this is not a database at all, but a text of some length" * 50)
     with pytest.raises(StorageError, match="cannot be opened: .*file is not a database"):
-        Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+        Storage(f"sqlite:///{tmp_path}/study.db", "x", identity=IDENTITY)
     with pytest.raises(StorageError, match="cannot be opened"):
-        Storage(f"sqlite:///{tmp_path}/no/such/folder/study.db", "x", direction="maximize", identity=IDENTITY)
+        Storage(f"sqlite:///{tmp_path}/no/such/folder/study.db", "x", identity=IDENTITY)
 
 
 @pytest.mark.parametrize("name", ["what? 100%41 #1 {a} + ü", "mod\udce9l"])
 def test_a_run_folder_may_have_any_name(tmp_path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
-    kept = Storage(in_file(folder / "study.db"), "x", direction="maximize", identity=IDENTITY).add(complete(EAGER, 1.0), 1.0)
+    kept = Storage(in_file(folder / "study.db"), "x", identity=IDENTITY).add(complete(EAGER, 1.0), 1.0)
     assert (folder / "study.db").exists()
-    assert Storage(in_file(folder / "study.db"), "x", direction="maximize", identity=IDENTITY).trials() == [kept]
+    assert Storage(in_file(folder / "study.db"), "x", identity=IDENTITY).trials() == [kept]
     assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_of_a_recipe_that_was_tried_again_the_last_trial_counts(tmp_path) -> None:
-    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(f"sqlite:///{tmp_path}/study.db", "x", identity=IDENTITY)
     storage.add(Trial(recipe=EAGER, state=State.FAILED, ended_by="time", limit=8.0), None)
     kept = [storage.add(complete(as_written(), 1.0), 1.0), storage.add(complete(EAGER, 2.0), 2.0)]
     assert storage.trials() == kept
@@ -487,7 +487,7 @@ def test_a_trial_that_time_ended_tells_how_long_its_own_runtime_takes_and_nothin
 
 def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sampler(tmp_path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(url, "x", identity=IDENTITY)
     sampler, known = Tpe(storage, seed=1), [complete(ask.recipe, 1.0) for ask in first_asks()]
     assert sampler.ask(known, facts()) is not None
     optuna.delete_study(study_name="x", storage=url)
@@ -499,7 +499,7 @@ def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sam
 
 def test_of_what_a_database_refuses_its_drivers_words_are_told(tmp_path) -> None:
     """SQLAlchemy puts advice for who writes code before them, on a line of its own."""
-    storage = Storage(in_file(tmp_path / "study.db"), "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(in_file(tmp_path / "study.db"), "x", identity=IDENTITY)
     full = sqlite3.OperationalError("database or disk is full")
     flushed = sqlalchemy.exc.OperationalError("(raised as a result of autoflush)\nUPDATE", {}, full)
     told = r"cannot be written: database or disk is full\. If the disk is full"
@@ -534,7 +534,7 @@ def test_a_run_folder_says_what_is_not_as_it_was(tmp_path, changes: dict[str, An
 
 def test_a_trial_that_was_running_when_its_study_was_killed_is_not_a_finished_one(tmp_path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(url, "x", identity=IDENTITY)
     storage.study.ask()
     assert storage.trials() == []
     with sqlite3.connect(tmp_path / "study.db") as database:
@@ -544,13 +544,13 @@ def test_a_trial_that_was_running_when_its_study_was_killed_is_not_a_finished_on
 def test_no_password_and_no_driver(tmp_path) -> None:
     url = "mssql+pyodbc://me:secret@localhost/studies"
     with pytest.raises(StorageError) as caught:
-        Storage(url, "x", direction="maximize", identity=IDENTITY)
+        Storage(url, "x", identity=IDENTITY)
     assert str(caught.value) == (
         "The study's storage mssql+pyodbc://me:***@localhost/studies needs the database driver pyodbc, which is not installed: "
         "pip install pyodbc."
     )
     with pytest.raises(StorageError, match=r"The study's storage nonsense cannot be opened: Could not parse SQLAlchemy URL"):
-        Storage("nonsense", "x", direction="maximize", identity=IDENTITY)
+        Storage("nonsense", "x", identity=IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -562,7 +562,7 @@ def test_no_password_and_no_driver(tmp_path) -> None:
 )
 def test_no_part_of_a_password_is_told(url: str, reason: str) -> None:
     with pytest.raises(StorageError) as caught:
-        Storage(url, "x", direction="maximize", identity=IDENTITY)
+        Storage(url, "x", identity=IDENTITY)
     assert str(caught.value).startswith(f"The study's storage postgresql://***@db/x cannot be opened: {reason}")
     assert "w0rd" not in "".join(traceback.format_exception(caught.value))
     assert shown("postgresql:///x?host=db&password=w0rd&user=me") == "postgresql:///x?host=db&password=***&user=me"
@@ -577,17 +577,17 @@ def test_braces_in_a_password_are_part_of_it(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("sqlalchemy.engine.create_engine", opened)
     with pytest.raises(StorageError, match=r"storage postgresql://me:\*\*\*@db/x cannot be opened: ConnectionError"):
-        Storage("postgresql://me:{x}w0rd{@db/x", "x", direction="maximize", identity=IDENTITY)
+        Storage("postgresql://me:{x}w0rd{@db/x", "x", identity=IDENTITY)
     assert seen == ["postgresql://me:{x}w0rd{@db/x"]
 
 
 def test_a_database_of_another_optuna_is_a_sentence(tmp_path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    Storage(url, "x", direction="maximize", identity=IDENTITY)
+    Storage(url, "x", identity=IDENTITY)
     with sqlite3.connect(tmp_path / "study.db") as database:
         database.execute("update alembic_version set version_num = 'v2.4.0.a'")
     with pytest.raises(StorageError, match="cannot be opened: The runtime optuna version .* is no longer compatible with the"):
-        Storage(url, "x", direction="maximize", identity=IDENTITY)
+        Storage(url, "x", identity=IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -605,15 +605,15 @@ def test_a_database_of_another_optuna_is_a_sentence(tmp_path) -> None:
 )
 def test_a_database_that_a_disk_damaged_is_a_sentence(tmp_path, table: str, column: str, value: str | None) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
-    storage = Storage(url, "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(url, "x", identity=IDENTITY)
     for recipe in (as_written(), Recipe(backend=BACKENDS["torchscript"]())):
         storage.add(complete(recipe, 1.0), 1.0)
     with sqlite3.connect(tmp_path / "study.db") as database:
         changed = database.execute(f"update {table} set {column} = ? where rowid = 1", (value,))
         assert changed.rowcount == 1
     with pytest.raises(StorageError, match=r"study.db cannot be (read: .*\. Put back a copy of it|opened: .*\. Mend that)"):
-        Storage(url, "x", direction="maximize", identity=IDENTITY).trials()
-    Storage(url, "y", direction="maximize", identity=IDENTITY)
+        Storage(url, "x", identity=IDENTITY).trials()
+    Storage(url, "y", identity=IDENTITY)
 
 
 @pytest.fixture
@@ -637,14 +637,14 @@ def postgres(tmp_path) -> Iterator[str]:
 
 
 def test_postgresql_keeps_trials_too(postgres: str) -> None:
-    storage = Storage(postgres, "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(postgres, "x", identity=IDENTITY)
     kept = [storage.add(complete(as_written(), 1.0), 1.0), storage.add(complete(EAGER, 2.0, notes=("a → b",)), 2.0)]
     storage.note("confirmed", {"ok": True})
-    again = Storage(postgres, "x", direction="maximize", identity=IDENTITY)
+    again = Storage(postgres, "x", identity=IDENTITY)
     assert again.trials() == kept
     assert again.noted("confirmed") == {"ok": True}
     assert "secret" not in again.url
-    other = {"direction": "maximize", "identity": {**IDENTITY, "objective": "size"}}
+    other = {"identity": {**IDENTITY, "objective": "size"}}
     assert Storage(postgres, "y", **other, fresh=True).trials() == []
     with pytest.raises(UsageError, match="was made for another objective"):
         Storage(postgres, "x", **other)
@@ -652,7 +652,7 @@ def test_postgresql_keeps_trials_too(postgres: str) -> None:
 
 
 def test_a_connection_that_was_cut_while_it_lay_idle_is_made_again(postgres: str) -> None:
-    storage = Storage(postgres, "x", direction="maximize", identity=IDENTITY)
+    storage = Storage(postgres, "x", identity=IDENTITY)
     kept = storage.add(complete(EAGER, 1.0), 1.0)
     with sqlalchemy.create_engine(postgres).connect() as other:
         cut = "select pg_terminate_backend(pid) from pg_stat_activity where pid <> pg_backend_pid() and usename = 'trim'"

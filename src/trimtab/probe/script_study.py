@@ -38,7 +38,7 @@ class ScriptStudy:
             "machine": to_json(Conditions.here()),
         }
         where = in_file(folder / DATABASE)
-        self._storage = Storage(where, f"{command.name}-tune", direction="maximize", identity=identity, fresh=fresh)
+        self._storage = Storage(where, f"{command.name}-tune", identity=identity, fresh=fresh)
 
     @classmethod
     @contextlib.contextmanager

@@ -56,8 +56,7 @@ def confirm(
     count = 1 if itself else confirmation_starts.expected(study, trial, timing_s)
     if count == 1:  # two rivals, and twice the time on a busy machine
         timing_s = ranking.in_time(timing_s, end, 0.25)
-    timing = start_timing(timing_s, count)
-    plan = dataclasses.replace(study.plan(seconds=timing.seconds, width=0.02), min_quads=timing.min_quads)
+    plan = study.plan(**start_timing(timing_s, count)._asdict(), width=0.02)
     common = study.runner.job() | {
         "recipe": trial.recipe.to_json(),
         "files": str(study.runner.files(trial)),

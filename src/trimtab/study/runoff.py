@@ -7,7 +7,6 @@ of one small network ran at a ratio of 1.31 in one pair of processes, and of 0.9
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -126,8 +125,7 @@ def _measured(study: Study, other: Trial, first: Trial, until: float | None) -> 
         0.0 if trial.comparison is None else trial.comparison.candidate.median / 1e3 for trial in (other, first)
     )
     count = min(MOST, number_of_starts(other_s, first_s, seconds))
-    timing = start_timing(seconds, count)
-    plan = dataclasses.replace(study.plan(seconds=timing.seconds, width=0.02), min_quads=timing.min_quads)
+    plan = study.plan(**start_timing(seconds, count)._asdict(), width=0.02)
     starts, longest = list[Comparison](), 0.0
     while len(starts) < count and not study.interrupted():
         begun = time.monotonic()

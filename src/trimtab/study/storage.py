@@ -9,11 +9,11 @@ import pathlib
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.storages import RDBStorage
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import TrialState, create_trial
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -33,7 +33,7 @@ DAMAGED = "Put back a copy of it, or begin anew with --fresh or another --out (i
 
 
 class Storage:
-    """The finished trials of one study, each written in one transaction.
+    """The finished trials of one study, each written in one transaction. The higher the value of a trial, the better.
 
     With ``fresh``, a study of that name is deleted first.
 
@@ -42,15 +42,7 @@ class Storage:
         UsageError: the study of that name has another ``identity``.
     """
 
-    def __init__(
-        self,
-        url: str,
-        name: str,
-        *,
-        direction: Literal["minimize", "maximize"],
-        identity: Mapping[str, Any],
-        fresh: bool = False,
-    ) -> None:
+    def __init__(self, url: str, name: str, *, identity: Mapping[str, Any], fresh: bool = False) -> None:
         self.url = shown(url)
         """The URL without its password."""
         self.notes: list[str] = []
@@ -72,7 +64,7 @@ class Storage:
                 self.study = optuna.create_study(
                     storage=storage,
                     study_name=name,
-                    direction=direction,
+                    direction="maximize",
                     load_if_exists=True,
                     sampler=optuna.samplers.RandomSampler(),
                 )
@@ -85,7 +77,7 @@ class Storage:
         values, spaces = parameters(trial.recipe)
         with self.guard("written"):
             number = len(self.study.get_trials(deepcopy=False))
-            trial = _numbered(trial, number)
+            trial = dataclasses.replace(trial, number=number)
             state = STATES.get(trial.state, TrialState.FAIL)
             if state == TrialState.COMPLETE and value is None:
                 state = TrialState.FAIL
@@ -102,7 +94,7 @@ class Storage:
 
     def finish(self, asked: optuna.Trial, trial: Trial, value: float | None) -> Trial:
         """Store a finished trial that optuna's sampler asked for. Returns it with its number."""
-        trial = _numbered(trial, asked.number)
+        trial = dataclasses.replace(trial, number=asked.number)
         with self.guard("written"):
             asked.set_user_attr("recipe", str(trial.recipe))
             asked.set_user_attr("state", trial.state.value)
@@ -117,7 +109,8 @@ class Storage:
     def trials(self) -> list[Trial]:
         """All finished trials, by number, without those that were tried again later or whose technique no longer exists."""
         with self.guard("read"):
-            kept = [item for item in self.study.get_trials(deepcopy=False) if _is_finished(item)]
+            every = self.study.get_trials(deepcopy=False)
+            kept = [item for item in every if item.state.is_finished() and TRIAL in item.user_attrs]
         found, unread = list[Trial](), list[str]()
         for item in kept:
             try:
@@ -219,11 +212,3 @@ def _is_read(url: str) -> bool:
     except ValueError:  # the text after the last colon is no port
         return False
     return True
-
-
-def _numbered(trial: Trial, number: int) -> Trial:
-    return dataclasses.replace(trial, number=number)
-
-
-def _is_finished(item: FrozenTrial) -> bool:
-    return item.state.is_finished() and TRIAL in item.user_attrs

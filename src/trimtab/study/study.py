@@ -33,7 +33,7 @@ from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
-from trimtab.study.samplers.ladder import LONG, MORE_TRAININGS, Ask, SearchState
+from trimtab.study.samplers.ladder import LONG, MORE_TRAININGS, MOST_TRAININGS, Ask, SearchState
 from trimtab.study.samplers.quantization import UPDATES
 from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, in_file
@@ -99,14 +99,14 @@ class Study:
             memory_mb=options.worker_mb or 0.8 * free_mb(),
             interrupted=interrupted,
             workers=workers,
-            server_tells_costs=self.task.server_tells_costs,
+            server_tells_costs=self.task.mode == "train",
         )
         """Runs the processes of the study."""
         self.environment = Environment.capture()
         self.others = others()
         """What other processes used of the CPUs as the study began; ``None`` if it is not known."""
         busy = self.others is not None and self.others.busy
-        self.thread_limit = 1 if busy and self.task.limits_threads else None
+        self.thread_limit = 1 if busy and self.task.mode == "infer" else None
         """Number of threads with which everything is computed and timed, because other processes use the machine."""
         self.runner.limit_threads(self.thread_limit)
         if busy:
@@ -123,13 +123,8 @@ class Study:
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())
-        self.storage = Storage(
-            options.storage or in_file(folder / "study.db"),
-            self.stored_as,
-            direction="maximize",
-            identity=self._identity(),
-            fresh=options.fresh,
-        )
+        url = options.storage or in_file(folder / "study.db")
+        self.storage = Storage(url, self.stored_as, identity=self._identity(), fresh=options.fresh)
         self._keep_thread_limit()
         self.trainings = Trainings(self.runner, self.storage, options, self.progress)
         finished = self.storage.trials()
@@ -203,7 +198,8 @@ class Study:
                 confirm_s = reserve()
                 kept = confirm_s * self._found_something()
                 latest = None if deadline is None else deadline - (1 - LENT) * kept
-                if self._lost or self.interrupted() or (self._trials and self.runner.over(latest)):
+                lost = self.task.lost(self._trials, self.to_beat)
+                if lost or self.interrupted() or (self._trials and self.runner.over(latest)):
                     break
                 self.progress.stage("searching")
                 ask = self.ask()
@@ -287,18 +283,9 @@ class Study:
             return "Other processes use this machine, where several threads cannot be timed."
         return self.prepared.why_not(recipe) or self.trainings.why_not(recipe)
 
-    def plan(self, *, seconds: float | None = None, width: float = 0.03, floor: float = 0.0, best: float = 0.0) -> Plan:
-        """How trials are checked and timed; ``floor`` and ``best`` are the thresholds for the first timing."""
-        options, timing = self.options, seconds or self.options.timing_s
-        return Plan(
-            objective=options.objective,
-            limits=options.limits,
-            quick_s=timing / 4,
-            seconds=timing,
-            width=width,
-            floor=floor,
-            best=best,
-        )
+    def plan(self, *, seconds: float, **more: Any) -> Plan:
+        """How trials are checked and timed, for ``seconds``; ``more`` are other fields of the plan."""
+        return Plan(objective=self.options.objective, limits=self.options.limits, quick_s=seconds / 4, seconds=seconds, **more)
 
     def _keep_thread_limit(self) -> None:
         """Time with as many threads as the run that began this study: ratios of other numbers of threads cannot be compared."""
@@ -340,12 +327,14 @@ class Study:
         return dataclasses.replace(plan, brief=brief, quick_s=seconds / 2) if brief else plan
 
     def _facts(self) -> SearchState:
+        more = self.options.train_s is not None  # trainings, and longer ones
         return SearchState(
             throughput=self.options.objective == "throughput",
             convolves=self.prepared.convolves,
             small=self.options.objective == "size" or self.options.limits.size_mb is not None,
             compress=self.options.compress,
-            **self._trainings_allowed(),
+            updates=(*UPDATES, LONG) if more else UPDATES,
+            trainings=MORE_TRAININGS if more else MOST_TRAININGS,
             feasible=lambda trial: ranking.feasible(trial, self.options.limits),
             value=lambda trial: ranking.value(trial, self.options.objective),
         )
@@ -366,10 +355,6 @@ class Study:
             return None
         return ranking.share_s(end - time.monotonic(), [*needed, confirm_s] if confirm_s else needed)
 
-    def _trainings_allowed(self) -> dict[str, Any]:
-        """More and longer trainings, if the user gave a budget for them."""
-        return {} if self.options.train_s is None else {"updates": (*UPDATES, LONG), "trainings": MORE_TRAININGS}
-
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
         """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""
         if deadline is None or not self._found_something() or self._why_not(ask.recipe):
@@ -382,10 +367,6 @@ class Study:
         alike = [trial for trial in last.values() if _compiles(trial.recipe) == _compiles(recipe)]
         likely = ranking.likely_s(recipe.backend, alike, self.baseline, self.runner.startup_s)
         return likely if alike or not _compiles(recipe) else likely + COMPILATION_S
-
-    @property
-    def _lost(self) -> bool:
-        return self.task.lost(self._trials, self.to_beat)
 
     def _found_something(self) -> bool:
         """Whether a trial other than the original may be confirmed: of a training also one whose gain is not sure."""

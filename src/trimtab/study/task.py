@@ -33,10 +33,6 @@ class Task(abc.ABC):
     """Whether a winner is written as an artifact; else its settings are the result."""
     suffix: ClassVar[str] = ""
     """Suffix of the study's name in its storage, because one workload may have a study of each task."""
-    server_tells_costs: ClassVar[bool] = False
-    """Whether the server of the baseline measures its cold start and peak memory, instead of a job of its own."""
-    limits_threads: ClassVar[bool] = False
-    """Whether the study can compute everything with one thread, as it does on a busy machine."""
     prepare_by: float | None = None
     """Latest end of the dry run, of ``time.monotonic``."""
     overdue: str | None = None
@@ -71,7 +67,7 @@ class Task(abc.ABC):
 class InferenceTask(Task):
     """Find the fastest form of a model; the winner ships as an artifact."""
 
-    mode, ships, jobs, limits_threads = "infer", True, inference.__name__, True
+    mode, ships, jobs = "infer", True, inference.__name__
 
     def __init__(self, compress: Sequence[str] = ()) -> None:
         self.compress = compress
@@ -107,7 +103,7 @@ class TrainingTask(Task):
         prepare_by: latest end of the dry run, of ``time.monotonic``.
     """
 
-    mode, ships, jobs, suffix, server_tells_costs = "train", False, training.__name__, "-tune", True
+    mode, ships, jobs, suffix = "train", False, training.__name__, "-tune"
 
     def __init__(self, updates: int = 24, prepare_by: float | None = None) -> None:
         self.updates, self.prepare_by = updates, prepare_by

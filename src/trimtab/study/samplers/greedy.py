@@ -25,8 +25,6 @@ class GreedySampler(Sampler):
     few trials. Each step depends only on finished trials, so that a killed study resumes where it stopped.
     """
 
-    name = "climb"
-
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
         """The first step without a finished trial."""
         done = {trial.recipe.hash: trial for trial in trials}

@@ -113,8 +113,6 @@ class SearchState:
 class Sampler(abc.ABC):
     """Asks for recipes, never for one among the finished trials."""
 
-    name: str
-
     @abc.abstractmethod
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
         """The next recipe to try, given all finished trials; ``None`` at the end of the search."""
@@ -130,8 +128,6 @@ class Ladder(Sampler):
 
     Each step depends only on the finished trials, so that a killed study resumes where it stopped.
     """
-
-    name = "ladder"
 
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
         """The first step without a finished trial."""

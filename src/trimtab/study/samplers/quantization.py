@@ -28,8 +28,9 @@ FORMS = ("form", "full_range", "ranges")
 
 def speed(trial: Trial | None) -> float:
     """The speed-up of a trial that was timed; 0 for any other."""
-    usable = trial is not None and trial.state in (State.COMPLETE, State.STOPPED) and trial.speedup is not None
-    return trial.speedup.value if usable and trial is not None and trial.speedup is not None else 0.0
+    if trial is None or trial.speedup is None or trial.state not in (State.COMPLETE, State.STOPPED):
+        return 0.0
+    return trial.speedup.value
 
 
 def misses(trial: Trial) -> bool:

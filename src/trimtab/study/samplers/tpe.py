@@ -26,7 +26,6 @@ class Tpe(Sampler):
     Source: Bergstra et al., Algorithms for Hyper-Parameter Optimization, NeurIPS 2011.
     """
 
-    name = "tpe"
     attempts = 200
     """Suggestions in a row that repeat finished trials before the space counts as exhausted."""
 
