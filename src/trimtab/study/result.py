@@ -104,67 +104,58 @@ class Result:
 
     def ladder(self) -> Ladder:
         """The ladder: as written, tuned, lossless, best."""
-        limits, trials = self.study.options.limits, self.study.trials
-        exact = [t for t in ranking.ranked(trials, limits, self.study.options.objective) if t.recipe.exact]
+        options, trials, ships = self.study.options, self.study.trials, self._ships
+        exact = [t for t in ranking.ranked(trials, options.limits, options.objective) if t.recipe.exact]
         found: dict[ranking.Rung, Trial | None] = {
             "as_written": next((t for t in trials if t.recipe == self.study.baseline), None),
             "tuned": self.study.to_beat,
             "lossless": exact[0] if exact else None,
+            "best": None if ships is None else ships.trial,
         }
-        rungs = [
-            self._in_turns(ranking.entry(trial, limits, rung=rung, confirmed=self._again(trial)), trial)
-            for rung, trial in found.items()
-            if trial is not None
-        ]
-        shown = [trial for trial in found.values() if trial is not None]
-        if self.best is not None and self.best.confirmation.ok:
-            rungs.append(self._best(rung="best"))
-            shown.append(self.best.trial)
-        given = [trial.latency_ms.conditions.get("examples") for trial in shown if trial.latency_ms is not None]
+        shown = {rung: trial for rung, trial in found.items() if trial is not None}
+        rungs = tuple(self._entry(trial, rung) for rung, trial in shown.items())
+        given = [trial.latency_ms.conditions.get("examples") for trial in shown.values() if trial.latency_ms is not None]
         examples = tuple(number for number in given if isinstance(number, int))
         complete = len(examples) == len(shown)
-        return Ladder(
-            tuple(rungs),
-            share=self.study.prepared.share,
-            examples=examples if complete else (),
-            before=self._before(),
-        )
+        before = None if ships is None else ships.confirmation.before
+        before = None if before == self.study.prepared.score else before
+        return Ladder(rungs, share=self.study.prepared.share, examples=examples if complete else (), before=before)
+
+    @property
+    def _ships(self) -> Best | None:
+        """The best if it was confirmed."""
+        return self.best if self.best is not None and self.best.confirmation.ok else None
 
     @property
     def kept(self) -> bool:
         """Whether the original itself ships, whose speed-up over the model as written is 1 by definition."""
-        if self.best is None or self.status != "kept_original" or not self.best.confirmation.ok:
+        ships = self._ships
+        if ships is None or self.status != "kept_original":
             return False
-        recipe, ratio = self.best.trial.recipe, self.best.confirmation.speedup
+        recipe, ratio = ships.trial.recipe, ships.confirmation.speedup
         same = recipe.backend.name == "eager" and not recipe.passes and (ratio is None or ratio.low <= 1 <= ratio.high)
         return recipe == self.study.baseline or same
 
-    def _best(self, rung: ranking.Rung | None = None) -> dict[str, Any]:
-        """What ships, with the figures of its confirmation; the original that is kept is at 1.00x and at its own latency."""
-        assert self.best is not None
-        found = ranking.entry(self.best.trial, self.study.options.limits, rung=rung, confirmed=self.best.confirmation)
-        return self._in_turns(found, self.best.trial)
+    def _entry(self, trial: Trial, rung: ranking.Rung | None = None) -> dict[str, Any]:
+        """``trial`` in the JSON output, as the given rung or as the best, with the figures of the confirmation if it ships.
 
-    def _in_turns(self, entry: dict[str, Any], trial: Trial) -> dict[str, Any]:
-        """``entry`` of ``trial``. The model as written, and an original that is kept, get the latency that the confirmation
-        measured in turns with what ships, if it was timed: a latency of another minute does not fit the confirmed speed-up."""
-        if self.best is None or not self.best.confirmation.ok:
+        The model as written, and an original that is kept, get the latency that the confirmation measured in turns with what
+        ships, if it was timed: a latency of another minute does not fit the confirmed speed-up.
+        """
+        confirmed = self.best.confirmation if self.best is not None and rung in (None, "best") else self._again(trial)
+        entry = ranking.entry(trial, self.study.options.limits, rung=rung, confirmed=confirmed)
+        ships, original = self._ships, self.study.baseline
+        if ships is None:
             return entry
-        kept, found = self.kept and trial.recipe == self.best.trial.recipe, self.best.confirmation.comparison
+        kept, found = self.kept and trial.recipe == ships.trial.recipe, ships.confirmation.comparison
         if kept:
             entry["speedup"] = {"value": 1.0, "low": 1.0, "high": 1.0}
-        if self.study.options.objective == "throughput" or not (kept or trial.recipe == self.study.baseline):
+        if self.study.options.objective == "throughput" or not (kept or trial.recipe == original):
             return entry
-        searched = next((each.latency_ms for each in self.study.trials if each.recipe == self.study.baseline), None)
+        searched = next((each.latency_ms for each in self.study.trials if each.recipe == original), None)
         if (written := searched if found is None else found.rival) is not None:
             entry["latency_ms"] = {"median": written.median, "p90": written.p90}
         return entry
-
-    def _before(self) -> float | None:
-        """Score of the original on the data of the confirmation, if these are not the data of the search."""
-        if self.best is None or not self.best.confirmation.ok or self.best.confirmation.before == self.study.prepared.score:
-            return None
-        return self.best.confirmation.before
 
     def _again(self, trial: Trial) -> Confirmation | None:
         """The confirmation of ``trial`` if it ships and is not the model as written, which figures are relative to; else
@@ -179,12 +170,12 @@ class Result:
 
     def steps(self) -> tuple[waterfall.Step, ...]:
         """What each step of the recipe that ships brought, from the trials of the search; empty if the original ships."""
-        if self.best is None or not self.best.confirmation.ok or self.kept:
+        if (ships := self._ships) is None or self.kept:
             return ()
         training, to_beat = self.study.task.mode == "train", self.study.to_beat
         return waterfall.steps(
             self.study.trials,
-            self.best.trial.recipe,
+            ships.trial.recipe,
             baseline=self.study.baseline,
             tuned=None if training or to_beat is None else to_beat.recipe,
             objective=self.study.options.objective,
@@ -202,7 +193,7 @@ class Result:
             "conditions": self._conditions(),
             "ladder": list(self.ladder().rungs),
             "trials": [ranking.entry(trial, limits) for trial in study.trials],
-            "best": None if best is None else self._best(),
+            "best": None if best is None else self._entry(best.trial),
             "steps": to_json(self.steps()),
             "note": self.study.storage.noted(NOTE),
             "untried": list(study.record().untried),
@@ -241,10 +232,10 @@ class Result:
 
     def _energy(self) -> Energy | None:
         """Energy of a call of what ships, or why it is unknown; ``None`` if nothing ships or it was not timed."""
-        found = None if self.best is None or self.best.artifact is None else self.best.confirmation.comparison
-        if found is None or self.best is None or self.best.artifact is None:
+        best = self.best
+        if best is None or best.artifact is None or (found := best.confirmation.comparison) is None:
             return None
-        return energy(self.study, str(self.best.artifact.path), (found.candidate.median / 1e3, found.rival.median / 1e3))
+        return energy(self.study, str(best.artifact.path), (found.candidate.median / 1e3, found.rival.median / 1e3))
 
     def _conditions(self) -> dict[str, Any]:
         study = self.study
