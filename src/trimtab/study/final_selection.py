@@ -86,7 +86,7 @@ class _Ending:
         study, must_win = self.study, self.original_keeps()
         if not must_win and not ranking.ranked(self.known(), self.limits, self.objective):
             return "limits_not_met", self.unmet(), None
-        tried = _first(run_off(study, ahead(study, self.again), until=until))
+        tried = to_confirm(run_off(study, ahead(study, self.again), until=until))
         study.look_again()
         winner = "confirming the winner in fresh processes, on the test data"
         study.progress.stage(winner if tried else "nothing seems faster: writing the original as an artifact")
@@ -107,7 +107,7 @@ class _Ending:
             words = f"Nothing better was confirmed, and the original cannot ship: {best.confirmation.reason}"
             return "kept_original", words, best
         # the original cannot ship, so that a trial within the limits need not be faster
-        found, lost = self.holding(_first(ahead(study, self.again), without=self.refused()), must_win=False)
+        found, lost = self.holding(to_confirm(ahead(study, self.again), without=self.refused()), must_win=False)
         if found is not None:
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         return "limits_not_met", self.unmet(), None
@@ -145,12 +145,8 @@ class _Ending:
 
     def refused(self) -> set[str]:
         """Hashes of the recipes whose confirmation failed before the timing."""
-        untimed = {name for name, found in self.found.items() if found.confirmation.latency_ms is None}
-        return {
-            name
-            for name in untimed
-            if not self.found[name].confirmation.ok and not ranking.misses(self.again[name], self.limits)
-        }
+        failed = {name for name, each in self.found.items() if not each.confirmation.ok and each.confirmation.latency_ms is None}
+        return {name for name in failed if not ranking.misses(self.again[name], self.limits)}
 
     def known(self) -> list[Trial]:
         """The trials without :meth:`refused`, with their latest figures."""
@@ -207,7 +203,7 @@ def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
             os.replace(beside, artifact)
 
 
-def _first(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:
+def to_confirm(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:
     """The trials to confirm: the first few, and the best lossless one, because all lossy ones may fail on the test data."""
     found = [trial for trial in trials if trial.recipe.hash not in without]
     return [*found[:KEEP], *[trial for trial in found[KEEP:] if trial.recipe.exact][:1]]
