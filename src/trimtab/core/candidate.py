@@ -44,8 +44,8 @@ class Candidate:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     signature: Signature
     all_sizes: bool = False
-    """Whether the workload states the dynamic dimensions. A form that keeps only some of them is then of no use, and backends do
-    not build one."""
+    """Whether the workload states the dynamic dimensions. A form that keeps only some of them is then of no use, and backends
+    do not build one."""
     settings: Settings = Settings()
     calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
     """Real inputs for quantizers, as ``(args, kwargs)``. They are never scored."""

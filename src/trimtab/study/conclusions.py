@@ -24,8 +24,7 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     confirmation = found.confirmation
     ratio = confirmation.speedup
     assert ratio is not None
-    limits = study.options.limits
-    missed = [] if ranking.feasible(eager, limits) else ranking.misses(eager, limits)
+    missed = ranking.misses(eager, study.options.limits)
     words = (
         f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
     )

@@ -145,8 +145,9 @@ class _Ending:
 
     def refused(self) -> set[str]:
         """Hashes of the recipes whose confirmation failed before the timing."""
-        failed = {name for name, each in self.found.items() if not each.confirmation.ok and each.confirmation.latency_ms is None}
-        return {name for name in failed if not ranking.misses(self.again[name], self.limits)}
+        failed = {name: best.confirmation for name, best in self.found.items() if not best.confirmation.ok}
+        untimed = (name for name, found in failed.items() if found.latency_ms is None)
+        return {name for name in untimed if not ranking.misses(self.again[name], self.limits)}
 
     def known(self) -> list[Trial]:
         """The trials without :meth:`refused`, with their latest figures."""

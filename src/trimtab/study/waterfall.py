@@ -93,14 +93,10 @@ def _chain(best: Recipe, baseline: Recipe, tuned: Recipe | None) -> Iterator[tup
 
 def _precision(backend: Backend, plain: Backend) -> Backend:
     """``plain`` with those fields of ``backend`` that decide its precision."""
-    changed = {f.name: getattr(backend, f.name) for f in dataclasses.fields(backend)}
-    lossy = {name: value for name, value in changed.items() if name == "precision" or not _exact_with(plain, name, value)}
+    fields = {f.name: getattr(backend, f.name) for f in dataclasses.fields(backend)}
+    alone = {name: _replaced(plain, {name: value}) for name, value in fields.items()}
+    lossy = {name: fields[name] for name, one in alone.items() if name == "precision" or (one is not None and not one.exact)}
     return _replaced(plain, lossy) or backend
-
-
-def _exact_with(plain: Backend, name: str, value: Any) -> bool:
-    found = _replaced(plain, {name: value})
-    return found is None or found.exact
 
 
 def _replaced(plain: Backend, fields: Mapping[str, Any]) -> Backend | None:

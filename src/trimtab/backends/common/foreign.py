@@ -66,9 +66,9 @@ class Conversion:
 def convert(
     candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Candidate], None], failed: str
 ) -> None:
-    """Call ``attempt`` for each of ``ways``, first with dynamic dimensions and then, unless the workload states them, with fixed
-    sizes, until one succeeds. Write the facts into ``folder``. If fixed sizes succeed, subsets of the dynamic dimensions are
-    tried with the same way.
+    """Call ``attempt`` for each of ``ways``, first with dynamic dimensions and then, unless the workload states them, with
+    fixed sizes, until one succeeds. Write the facts into ``folder``. If fixed sizes succeed, subsets of the dynamic dimensions
+    are tried with the same way.
 
     Raises:
         CompileError: all attempts failed. The message is ``failed`` and the error of each attempt.

@@ -22,15 +22,10 @@ class GreedySampler(Sampler):
     """Try techniques one at a time, then combine those that gain: exact ones first, then compilation on top, then lossy ones.
 
     Training techniques seldom hinder each other, so that greedy addition, best first, comes close to the best combination with
-    few trials. Each step depends only on finished trials, so that a killed study resumes where it stopped.
+    few trials.
     """
 
-    def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        """The first step without a finished trial."""
-        done = {trial.recipe.hash: trial for trial in trials}
-        return next((ask for ask in self._walk(done, facts) if ask.recipe.hash not in done), None)
-
-    def _walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
+    def walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         yield Ask("as_written", trained_as_written())
         steps = search_space.training()
         exact, lossy = ([step for step in steps if step.exact == kind] for kind in (True, False))

@@ -113,9 +113,14 @@ class SearchState:
 class Sampler(abc.ABC):
     """Asks for recipes, never for one among the finished trials."""
 
-    @abc.abstractmethod
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
         """The next recipe to try, given all finished trials; ``None`` at the end of the search."""
+        done = {trial.recipe.hash: trial for trial in trials}
+        return next((ask for ask in self.walk(done, facts) if ask.recipe.hash not in done), None)
+
+    @abc.abstractmethod
+    def walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
+        """The steps of the search. Each depends on finished trials only, so that a killed study resumes where it stopped."""
 
     def declined(self, count: int) -> bool:
         """The last recipe was not tried for lack of time, the ``count``-th so far. Returns whether to end the search."""
@@ -124,17 +129,9 @@ class Sampler(abc.ABC):
 
 class Ladder(Sampler):
     """Try in order: as written, tuned eager, each runtime lossless, with less precision where promising, smaller networks if
-    asked for, then knobs and compilers.
+    asked for, then knobs and compilers."""
 
-    Each step depends only on the finished trials, so that a killed study resumes where it stopped.
-    """
-
-    def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        """The first step without a finished trial."""
-        done = {trial.recipe.hash: trial for trial in trials}
-        return next((ask for ask in self._walk(done, facts) if ask.recipe.hash not in done), None)
-
-    def _walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
+    def walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         plain, quick = _eager(), _quick_runtimes()
         runtimes, relatives = [b for b in quick if b.own_graph], [b for b in quick if not b.own_graph]
         slow = [backend for backend in search_space.backends() if backend.cost != "seconds"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import optuna
 from optuna.trial import TrialState
@@ -35,21 +35,22 @@ class Tpe(Sampler):
         self.pending: optuna.Trial | None = None
         """The optuna trial of the last ask, which the storage finishes."""
 
+    def walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
+        return iter(first_asks())
+
     def ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        """A recipe that optuna suggests and that was not tried yet.
+        """The first steps, then a recipe that optuna suggests and that was not tried yet.
 
         Raises:
             StorageError: optuna's database cannot be used.
         """
-        with self._storage.guard("written"):
-            return self._ask(trials, facts)
-
-    def _ask(self, trials: Sequence[Trial], facts: SearchState) -> Ask | None:
-        done = {trial.recipe.hash: trial for trial in trials}
         self.pending = None
-        first = next((ask for ask in first_asks() if ask.recipe.hash not in done), None)
-        if first is not None:
+        if (first := super().ask(trials, facts)) is not None:
             return first
+        with self._storage.guard("written"):
+            return self._suggested({trial.recipe.hash: trial for trial in trials}, facts)
+
+    def _suggested(self, done: Mapping[str, Trial], facts: SearchState) -> Ask | None:
         for _ in range(self.attempts):
             asked = self._study.ask()
             try:
