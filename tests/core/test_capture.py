@@ -161,7 +161,7 @@ def _twice(first: dict[str, Any], second: dict[str, Any]) -> Any:
         (
             {"condition": Condition(torch.ones(1, 4), 1.0)},
             {"condition": Condition(torch.ones(1, 4), 0.5)},
-            "condition['scale'] is 1.0 in call 1 and 0.5 in call 2",
+            "condition.scale is 1.0 in call 1 and 0.5 in call 2",
         ),
     ],
 )

@@ -189,13 +189,13 @@ def test_keyword_inputs_of_the_data_may_come_in_any_order() -> None:
 def test_a_difference_always_has_a_place() -> None:
     one, two = ({"a": torch.ones(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.ones(1)})
     assert difference(flatten(((), one))[1], flatten(((), two))[1], 1, 2) == (
-        "the call has the order a, b in call 1 and b, a in call 2"
+        "the call is a dict with a, b in call 1 and a dict with b, a in call 2"
     )
     assert difference(flatten(((one,), {}))[1], flatten(((two,), {}))[1], 1, 2) == (
-        "argument 0 has the order a, b in call 1 and b, a in call 2"
+        "argument 0 is a dict with a, b in call 1 and a dict with b, a in call 2"
     )
     assert difference(flatten(((Pair(1, 2),), {}))[1], flatten((((1, 2),), {}))[1], 1, 2) == (
-        "argument 0 is a Pair of 2 in call 1 and a tuple of 2 in call 2"
+        "argument 0 is a Pair with label, text in call 1 and a tuple of 2 in call 2"
     )
 
 

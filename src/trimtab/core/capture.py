@@ -15,7 +15,7 @@ from trimtab._internal.user_code import user_code
 from trimtab.core.dynamic_dims import Dims, find_dims
 from trimtab.core.signature import TensorSpec, input_names, parameter_names, specs
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.tensors.structure import Structure, flatten, unflatten
+from trimtab.tensors.structure import Structure, described, first_difference, flatten, unflatten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,46 +156,20 @@ class _Recorder:
 
 def difference(first: Structure, other: Structure, one: int, two: int) -> str:
     """The first difference between the structures of calls number ``one`` and ``two``, as text."""
-    where, mine, yours = _first_difference(first, other, "") or ("", first, other)
-    if not where:  # equal arguments, so the keyword arguments have another order
-        where, mine, yours = "the call", first.items[1], other.items[1]
-    if mine is None or yours is None:
-        present, absent = (one, two) if yours is None else (two, one)
-        return f"{where} is given in call {present} and missing in call {absent}"
-    if mine.keys != yours.keys and sorted(mine.keys) == sorted(yours.keys):
-        return f"{where} has the order {', '.join(mine.keys)} in call {one} and {', '.join(yours.keys)} in call {two}"
-    return f"{where} is {_word(mine)} in call {one} and {_word(yours)} in call {two}"
+    found = first_difference(_arguments(first), _arguments(other), "")
+    assert found is not None
+    where, mine, yours = found
+    if mine.kind == yours.kind and (apart := sorted({*mine.keys} ^ {*yours.keys})):
+        present, absent = (one, two) if apart[0] in mine.keys else (two, one)
+        return f"{where and f'{where}.'}{apart[0]} is given in call {present} and missing in call {absent}"
+    return f"{where or 'the call'} is {described(mine)} in call {one} and {described(yours)} in call {two}"
 
 
-def _first_difference(first: Structure, other: Structure, where: str) -> tuple[str, Structure | None, Structure | None] | None:
-    if first == other:
-        return None
-    mine, yours = (_children(found, top=not where) for found in (first, other))
-    if first.kind != other.kind or not (mine or yours):
-        return where, first, other
-    for key in dict.fromkeys((*mine, *yours)):
-        path = f"{where}{key}" if where else key.strip("[]'")
-        if key not in mine or key not in yours:
-            return path, mine.get(key), yours.get(key)
-        if found := _first_difference(mine[key], yours[key], path):
-            return found
-    return where, first, other
-
-
-def _children(structure: Structure, *, top: bool) -> dict[str, Structure]:
-    """The children of ``structure`` by path; at the top, positional arguments by number and keyword arguments by name."""
-    if top:
-        args, kwargs = structure.items
-        numbered = {f"argument {i}": item for i, item in enumerate(args.items)}
-        return numbered | dict(zip(kwargs.keys, kwargs.items, strict=True))
-    keys = [f"[{key!r}]" for key in structure.keys] or [f"[{i}]" for i in range(len(structure.items))]
-    return dict(zip(keys, structure.items, strict=True))
-
-
-def _word(structure: Structure) -> str:
-    if structure.kind == "constant":
-        return repr(structure.value)
-    return "a tensor" if structure.kind == "tensor" else f"a {structure.value or structure.kind} of {len(structure.items)}"
+def _arguments(structure: Structure) -> Structure:
+    """The arguments of a call by name, those by position by number."""
+    args, kwargs = structure.items
+    numbered = tuple(f"argument {i}" for i in range(len(args.items)))
+    return Structure("dict", (*numbered, *kwargs.keys), (*args.items, *kwargs.items))
 
 
 def arranged(call: Call, like: Structure, parameters: Sequence[str]) -> Call:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab._internal.text import of_type
 from trimtab.errors import InputError, UsageError
-from trimtab.tensors.structure import Structure, difference, flatten, names, rearranged
+from trimtab.tensors.structure import Structure, described, first_difference, flatten, names, ordered_like
 
 if TYPE_CHECKING:
     import torch
@@ -177,9 +177,10 @@ class Signature:
         if self._flat and not kwargs and len(args) == len(self.inputs):
             return args
         args, kwargs = self._reorder(args, kwargs)
-        leaves, structure = flatten((tuple(args), dict(kwargs)), "inputs")
+        call = tuple(args), dict(kwargs)
+        leaves, structure = flatten(call, "inputs")
         if structure != self.input_structure:
-            structure, leaves = rearranged(structure, leaves, self.input_structure)
+            leaves, structure = flatten(ordered_like(call, self.input_structure), "inputs")
         if structure != self.input_structure:
             raise InputError(self._structure_difference(structure))
         return leaves
@@ -313,8 +314,11 @@ class Signature:
             *zip(self.parameters, args.items, own.items, strict=False),
             *zip(named.keys, kwargs.items, named.items, strict=True),
         ]
-        clauses = (clause for name, one, other in rows if (clause := difference(one, other, name)))
-        return f"The input {next(clauses, f'structure is another than that of {self.describe()}')}."
+        found = next(filter(None, (first_difference(one, other, name) for name, one, other in rows)), None)
+        if found is None:
+            return f"The input structure is another than that of {self.describe()}."
+        place, one, other = found
+        return f"The input {place!r} is {described(one)}, but this was built for {described(other)}."
 
     def _refuse(self, leaves: Sequence[Any]) -> None:
         for spec, tensor in zip(self.inputs, leaves, strict=True):

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 
-from trimtab.tensors.structure import Structure
+from trimtab.tensors.structure import Structure, described, first_difference
 
 
 def unlike(expected: Structure, found: Structure, lenient: bool, where: str = "The output") -> str | None:
     """The first difference between two structures, constants included, as a sentence. Class names may differ; if ``lenient``,
     texts, numbers and the lengths of lists may differ too."""
-    longer = len(expected.items) != len(found.items) and not (lenient and expected.kind == "list")
-    if expected.kind != found.kind or expected.keys != found.keys or longer:
-        return f"{where} is {_shape_of(found)}, but the reference is {_shape_of(expected)}."
     alike = _score_may_judge if lenient else _equal_constants
-    if expected.kind == "constant" and not alike(expected.value, found.value):
-        return f"{where} is {found.value!r}, but the reference is {expected.value!r}."
-    keys = expected.keys or tuple(map(str, range(len(expected.items))))
-    pairs = zip(keys, expected.items, found.items, strict=False)  # one of two lists may be longer
-    return next((r for key, a, b in pairs if (r := unlike(a, b, lenient, f"{where}[{key}]")) is not None), None)
 
+    def same(a: Structure, b: Structure) -> bool:
+        return a.kind == b.kind and (a.kind != "constant" or alike(a.value, b.value))
 
-def _shape_of(structure: Structure) -> str:
-    inside = ", ".join(structure.keys) or str(len(structure.items))
-    return f"a {structure.kind} of {inside}" if structure.items else f"a {structure.kind}"
+    if (difference := first_difference(expected, found, where, same, lists=lenient)) is None:
+        return None
+    place, reference, other = difference
+    return f"{place} is {described(other)}, but the reference is {described(reference)}."
 
 
 def _equal_constants(a: object, b: object) -> bool:

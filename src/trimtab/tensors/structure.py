@@ -163,10 +163,10 @@ def is_flat(value: Any) -> bool:
     return True
 
 
-def leaves_of(value: Any) -> list[Any]:
-    """Everything in nested containers that is no container, in order."""
-    found = opened(value)
-    return [value] if found is None else [leaf for item in found.items for leaf in leaves_of(item)]
+def leaves_of(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Everything in nested containers that is no container, in order; ``is_leaf`` tells which containers are not opened."""
+    found = None if is_leaf is not None and is_leaf(value) else opened(value)
+    return [value] if found is None else [leaf for item in found.items for leaf in leaves_of(item, is_leaf)]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -219,37 +219,43 @@ def rebuilder(structure: Structure) -> Callable[[Sequence[torch.Tensor]], Any]:
     return whole
 
 
-def rearranged(structure: Structure, leaves: Sequence[torch.Tensor], like: Structure) -> tuple[Structure, list[torch.Tensor]]:
-    """Structure and tensors with the keys of each dict in the order of ``like``, where both have the same keys."""
-    if structure.kind != like.kind or len(structure.items) != len(like.items):
-        return structure, list(leaves)
-    keys, order = structure.keys, list(range(len(structure.items)))
-    if structure.kind == "dict" and set(keys) == set(like.keys):
-        keys, order = like.keys, [keys.index(key) for key in like.keys]
-    ends = list(itertools.accumulate(item.tensors for item in structure.items))
-    items, moved = list[Structure](), list[torch.Tensor]()
-    for i, other in zip(order, like.items, strict=True):
-        item = structure.items[i]
-        item, own = rearranged(item, leaves[ends[i] - item.tensors : ends[i]], other)
-        items.append(item)
-        moved += own
-    return (dataclasses.replace(structure, keys=keys, items=tuple(items)), moved) if items else (structure, list(leaves))
+def ordered_like(value: Any, structure: Structure) -> Any:
+    """``value`` with the keys of each dict in the order of ``structure``, where both have the same keys."""
+    found = opened(value)
+    if found is None or len(found.items) != len(structure.items):
+        return value
+    plain = isinstance(value, Mapping) and not (isinstance(value, Record) or dataclasses.is_dataclass(value))
+    if plain and structure.kind == "dict" and set(found.keys) == set(structure.keys):
+        held = dict(zip(found.keys, found.items, strict=True))
+        return {key: ordered_like(held[key], item) for key, item in zip(structure.keys, structure.items, strict=True)}
+    return found.rebuild([ordered_like(item, inner) for item, inner in zip(found.items, structure.items, strict=True)])
 
 
-def difference(found: Structure, wanted: Structure, where: str) -> str | None:
-    """A clause about the first place where two structures differ; ``None`` if they are equal. ``where`` names the whole."""
-    if found == wanted:
-        return None
-    if (found.kind, found.keys, len(found.items)) == (wanted.kind, wanted.keys, len(wanted.items)):
-        parts = found.keys or tuple(map(str, range(len(found.items))))
-        rows = zip(parts, found.items, wanted.items, strict=True)
-        inside = (clause for part, one, other in rows if (clause := difference(one, other, f"{where}.{part}")))
-        if clause := next(inside, None):
-            return clause
-    return f"{where!r} is {_described(found)}, but this was built for {_described(wanted)}"
+def first_difference(
+    one: Structure,
+    other: Structure,
+    where: str,
+    same: Callable[[Structure, Structure], bool] = lambda one, other: (one.kind, one.value) == (other.kind, other.value),
+    *,
+    lists: bool = False,
+) -> tuple[str, Structure, Structure] | None:
+    """The first place where two structures differ, and both parts there; ``None`` if they are equal.
+
+    Args:
+        where: the name of the whole, with which the place begins.
+        same: compares two nodes without the items in them.
+        lists: whether lists may differ in length.
+    """
+    longer = len(one.items) != len(other.items) and not (lists and one.kind == "list")
+    if longer or one.keys != other.keys or not same(one, other):
+        return where, one, other
+    rows = zip(one.keys or map(str, itertools.count()), one.items, other.items, strict=False)
+    inside = (first_difference(a, b, f"{where}.{key}" if where else key, same, lists=lists) for key, a, b in rows)
+    return next(filter(None, inside), None)
 
 
-def _described(structure: Structure) -> str:
+def described(structure: Structure) -> str:
+    """``structure`` in a few words: ``a dict with x, y``."""
     if structure.kind == "constant":
         return repr(structure.value)
     if structure.kind == "tensor":
