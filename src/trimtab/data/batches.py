@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trimtab.core.workload import as_call
+from trimtab.errors import WorkloadError
 from trimtab.tensors.batch_axis import concatenate, is_column, is_list, take
 from trimtab.tensors.structure import leaves_of, map_items, opened, tensors_of
 
@@ -42,7 +43,7 @@ class Batch:
 
     def take(self, index: torch.Tensor) -> Batch:
         """The rows at ``index``."""
-        return Batch(take(self.inputs, index, _is_marked), take(self.target, index, _is_marked), len(index))
+        return Batch(*take((self.inputs, self.target), index, _is_marked), len(index))
 
 
 def _is_marked(value: Any) -> bool:
@@ -116,39 +117,23 @@ def divide(
 
 def _merged(batches: list[Batch], size: int) -> list[Batch]:
     """Neighbours with equal shapes and constants joined up to ``size`` rows, because parts of batches are small."""
-    joined: list[Batch] = []
+    found: list[Batch] = []
     for batch in batches:
-        last = joined[-1] if joined else None
-        if last is not None and last.rows + batch.rows <= size and _frame(last) == _frame(batch):
-            both = [_is_marked] * 2
-            inputs, target = concatenate([last.inputs, batch.inputs], both), concatenate([last.target, batch.target], both)
-            joined[-1] = Batch(inputs, target, last.rows + batch.rows)
+        both = joined([found[-1], batch]) if found and found[-1].rows + batch.rows <= size else None
+        if both is None:
+            found.append(batch)
         else:
-            joined.append(batch)
-    return joined
+            found[-1] = both
+    return found
 
 
 def joined(batches: Sequence[Batch]) -> Batch | None:
-    """All rows in one batch; ``None`` if shapes or constants differ."""
-    if not batches or any(_frame(batch) != _frame(batches[0]) for batch in batches):
+    """All rows in one batch; ``None`` if structures, shapes or constants differ."""
+    try:
+        pairs = [(batch.inputs, batch.target) for batch in batches]
+        return Batch(*concatenate(pairs, [_is_marked] * len(pairs), equal=True), sum(batch.rows for batch in batches))
+    except WorkloadError:
         return None
-    marks = [_is_marked] * len(batches)
-    inputs, target = (concatenate([getattr(batch, name) for batch in batches], marks) for name in ("inputs", "target"))
-    return Batch(inputs, target, sum(batch.rows for batch in batches))
-
-
-def _frame(batch: Batch) -> tuple[Any, Any]:
-    """What all rows of a batch have in common: structure, dtypes, shapes but for axis 0, constants."""
-    return _common(batch.inputs), _common(batch.target)
-
-
-def _common(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape[1:]
-    if isinstance(value, Column):
-        return Column
-    inside = opened(value)
-    return value if inside is None else (type(value), list(inside.keys), [_common(part) for part in inside.items])
 
 
 def count(batches: Sequence[Batch]) -> int:

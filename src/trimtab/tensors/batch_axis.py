@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import WorkloadError
-from trimtab.tensors.structure import is_flat, items_of, map_items, opened, tensors_of
+from trimtab.tensors.structure import is_flat, items_of, leaves_of, map_items, opened, tensors_of
 
 IsColumn = Callable[[Any], bool]
 """True for a value that is no tensor and has an item per example."""
@@ -25,6 +25,8 @@ IsColumn = Callable[[Any], bool]
 _TENSOR, _MAPPINGS, _LISTED_TENSOR, _TEXTS = range(4)
 """What the number of examples is read from, the most certain first."""
 _OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
+"""Constants that are compared by value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +52,18 @@ class BatchAxis:
     def is_column(self, value: Any) -> bool:
         """True for an array, list or tuple with an item per example.
 
-        A list or tuple of tensors is one if none of them has ``count`` entries along axis 0, or if the batch holds a list of
-        mappings as long. A list of containers is one if these are mappings.
+        A list or tuple of tensors or arrays is one if none of them has ``count`` entries along axis 0, or if the batch holds a
+        list of mappings as long. A list of containers is one if these are mappings.
         """
         if isinstance(value, np.ndarray):
             return value.ndim > 0 and self.count in (None, len(value))
         if not _is_list(value) or self.count not in (None, len(value)):
             return False
-        if _are_texts(value) or _are_mappings(value):
-            return True
-        if all(isinstance(item, torch.Tensor) for item in value):
-            return self.mappings or self.count not in map(lead, value)
-        return not any(isinstance(item, (torch.Tensor, np.ndarray)) or opened(item) for item in value)
+        if _are_mappings(value):
+            return self.mappings
+        leads = [lead(item) for item in value if isinstance(item, (torch.Tensor, np.ndarray))]
+        plain = len(leads) in (0, len(value)) and not any(map(opened, value))
+        return plain and (self.mappings or self.count not in leads)
 
 
 def lead(value: Any) -> int | None:
@@ -84,7 +86,8 @@ def length(batch: Any) -> int | None:
 def uneven(batch: Any) -> str | None:
     """The shapes of the tensors in ``batch``, if some have not as many entries along axis 0 as there are examples."""
     axis = BatchAxis.of(batch)
-    found = list(_tensors(batch, axis.is_column))
+    leaves = leaves_of(batch, lambda value: isinstance(value, PackedSequence) or axis.is_column(value))
+    found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, PackedSequence))]
     if all(lead(tensor) in (None, axis.count) for tensor in found):
         return None
     return ", ".join(map(_shape, found))
@@ -120,52 +123,63 @@ def take(value: Any, index: slice | torch.Tensor, is_column: IsColumn) -> Any:
     return map_items(value, lambda item: take(item, index, is_column))
 
 
-def concatenate(values: Sequence[Any], are_columns: Sequence[IsColumn]) -> Any:
+def concatenate(values: Sequence[Any], are_columns: Sequence[IsColumn], *, equal: bool = False, place: str = "batch") -> Any:
     """The tensors and columns of several batches one after another; constants are those of the first batch.
 
+    Args:
+        equal: whether constants must be equal in all batches.
+        place: the name of the whole in errors.
+
     Raises:
-        WorkloadError: tensors differ in dtype or in another axis than the first, or the batches differ in structure.
+        WorkloadError: tensors differ in dtype or in another axis than the first, constants differ, or the batches differ in
+            structure.
     """
     first = values[0]
     if len({isinstance(value, torch.Tensor) for value in values}) > 1:
         raise WorkloadError(_OTHER_FORM)
-    if isinstance(first, torch.Tensor):
-        if len({(value.dtype, value.shape[1:]) for value in values}) > 1:
-            shapes = ", ".join(f"{tuple(value.shape)} of {value.dtype}" for value in values)
-            raise WorkloadError(
-                f"Tensors can be joined that have one type and differ in the first axis alone, but these are {shapes}. Pad "
-                "them alike."
-            )
-        return torch.cat(list(values)) if first.dim() else first
+    if isinstance(first, torch.Tensor) and len({(value.dtype, value.dim(), value.shape[1:]) for value in values}) > 1:
+        shapes = ", ".join(f"{tuple(value.shape)} of {value.dtype}" for value in values)
+        raise WorkloadError(
+            f"Tensors can be joined that have one type and differ in the first axis alone, but these are {shapes}. Pad them "
+            "alike."
+        )
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat(list(values))
     if all(is_column(value) for value, is_column in zip(values, are_columns, strict=True)):
         return np.concatenate(values) if isinstance(first, np.ndarray) else type(first)(itertools.chain(*values))
     found = [opened(value) for value in values]
     items = [{} if each is None else dict(zip(each.keys, each.items, strict=True)) for each in found]
     if any(each.keys() != items[0].keys() for each in items):
         raise WorkloadError(_OTHER_FORM)
-    if found[0] is None:
-        return first
-    return found[0].rebuild([concatenate([each[key] for each in items], are_columns) for key in items[0]])
+    if found[0] is not None:
+        keyed = ((f"{place}[{key!r}]", [each[key] for each in items]) for key in items[0])
+        return found[0].rebuild([concatenate(parts, are_columns, equal=equal, place=name) for name, parts in keyed])
+    if equal and any(_constant(value) != _constant(first) for value in values):
+        raise WorkloadError(
+            f"{place} goes for a whole batch, and is not the same in the next. Give it for each example, as a tensor with as "
+            "many rows."
+        )
+    return first
+
+
+def _constant(value: Any) -> Any:
+    """``value`` as something that can be compared; an object of an unknown class is equal to itself only."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.tolist()
+    return value if isinstance(value, _PLAIN) else id(value)
 
 
 def _counts(value: Any, *, outside: bool = True, top: bool = True) -> Iterator[tuple[int, int]]:
     """What tells the number of examples, and that number. ``outside``: the value is in no list but the batch itself."""
     if (count := lead(value)) is not None:
         yield _TENSOR if outside else _LISTED_TENSOR, count
-    elif _are_texts(value) or _are_mappings(value):
-        yield _TEXTS if _are_texts(value) else _MAPPINGS, len(value)
+    elif _are_texts(value):
+        yield _TEXTS, len(value)
+    elif _are_mappings(value) and not (top and _is_pair(value)):
+        yield _MAPPINGS, len(value)
     else:
         for item in items_of(value):
             yield from _counts(item, outside=top or not _is_list(value), top=False)
-
-
-def _tensors(value: Any, is_column: IsColumn) -> Iterator[torch.Tensor | PackedSequence]:
-    """The tensors and packed sequences in ``value`` outside of columns."""
-    if isinstance(value, (torch.Tensor, PackedSequence)):
-        yield value
-    elif not is_column(value):
-        for item in items_of(value):
-            yield from _tensors(item, is_column)
 
 
 def _shape(tensor: torch.Tensor | PackedSequence) -> str:
@@ -184,15 +198,15 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_mappings(value: Any) -> bool:
-    """True for a list of mappings or dataclasses with equal keys, unless they may be the inputs and targets of one batch."""
-    if not _is_list(value) or not value or not all(map(_is_named, value)):
+    """True for a list of mappings or dataclasses with equal keys."""
+    if not _is_list(value):
         return False
-    contents = [dict(zip(found.keys, found.items, strict=True)) for item in value if (found := opened(item))]
-    if any(each.keys() != contents[0].keys() for each in contents):
-        return False
-    leads = {lead(item) for each in contents for item in each.values()}
-    return len(value) != 2 or len(leads) != 1 or None in leads
+    found = [opened(item) for item in value if isinstance(item, Mapping) or dataclasses.is_dataclass(item)]
+    keys = [set(each.keys) for each in found if each is not None]
+    return 0 < len(keys) == len(value) and all(each == keys[0] for each in keys)
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+def _is_pair(batch: Any) -> bool:
+    """True for two mappings whose tensors have one length: inputs and targets, and not two examples."""
+    leads = {lead(item) for each in batch for item in items_of(each)}
+    return len(batch) == 2 and len(leads) == 1 and None not in leads

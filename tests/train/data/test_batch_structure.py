@@ -17,7 +17,7 @@ from trimtab import DataSettings, Settings, Trainer
 from trimtab.errors import WorkloadError
 from trimtab.tensors.batch_axis import length, uneven
 from trimtab.tensors.structure import tensors_of
-from trimtab.train.data.batch_structure import join, split, united
+from trimtab.train.data.batch_structure import join, split
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.loss.adapter import examples, fresh
 
@@ -34,6 +34,7 @@ BATCHES: list[tuple[Any, int]] = [
     ((tuple(torch.rand(3, 5 + n, 5) for n in range(6)), torch.zeros(6)), 6),
     ([{"ids": torch.zeros(n)} for n in (5, 4, 3)], 3),
     (["a", "b", "c"], 3),
+    (([torch.rand(3, 4, 4)] * 2, [{"boxes": torch.rand(5, 4), "labels": torch.zeros(5)}] * 2), 2),
     ({"x": np.zeros((7, 2)), "y": np.zeros(7)}, 7),
     # and what must stay as it is
     ((X8, torch.rand(8, 1)), 8),
@@ -60,7 +61,7 @@ def test_lists_of_examples_are_taken_apart_and_joined() -> None:
         assert all(one is other for one, other in zip(again[0], whole[0], strict=True))
         assert list(again[1]) == list(whole[1])
     images = [torch.rand(4, 8, 8) for _ in range(10)]
-    with pytest.raises(WorkloadError, match=r"a list of 10 tensors, which may be 10 examples, or columns of 4 each\. Stack"):
+    with pytest.raises(WorkloadError, match=r"a list of 10 tensors, which may be 10 examples, or columns of 4 each; stack"):
         split(images, 2)
     with pytest.raises(WorkloadError, match="its tensors differ in their first axis"):
         split([[X8, torch.rand(20, 4)], Y8], 2)
@@ -247,9 +248,7 @@ def test_packed_sequences_are_neither_taken_apart_nor_joined() -> None:
     with pytest.raises(WorkloadError, match=r"micro-batches of 2: it holds a packed sequence, of which torch takes no rows\."):
         split(batch, 2)
     assert split(batch, 3) == [batch]
-    with pytest.raises(WorkloadError, match="these hold a packed sequence, which torch does not join"):
-        united([batch, batch])
-    with pytest.raises(WorkloadError, match=r"cannot be joined that hold a packed sequence\. Give tensors, padded alike"):
+    with pytest.raises(WorkloadError, match=r"cannot be joined with others: it holds a packed sequence.*\. Give tensors, padded"):
         join([batch, batch])
     assert uneven({**batch, "y": torch.zeros(4)}) == "3 packed sequences, (4,)"
 
@@ -301,8 +300,8 @@ def test_batches_that_torch_takes_no_rows_of_stay_whole(layout: torch.layout) ->
     batch = (torch.nested.nested_tensor(rows, layout=layout), torch.randn(4, 3))
     with pytest.raises(WorkloadError, match=r"micro-batches of 2: it holds a nested tensor, of which torch takes no rows\."):
         split(batch, 2)
-    with pytest.raises(WorkloadError, match="these hold a nested tensor, which torch does not join"):
-        united([batch, batch])
+    with pytest.raises(WorkloadError, match="cannot be joined with others: it holds a nested tensor"):
+        join([batch, batch])
     assert split(batch, 4) == [batch]
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:

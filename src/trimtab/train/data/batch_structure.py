@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from trimtab.errors import WorkloadError
 from trimtab.tensors.batch_axis import BatchAxis, concatenate, take, uneven
-from trimtab.tensors.structure import items_of, opened
+from trimtab.tensors.structure import leaves_of
 from trimtab.train.loss.adapter import Batch, examples
-
-_AS_ONE = "exact_batchnorm runs the batches of an update as one"
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
-"""Constants that are compared by value."""
 
 
 def split(batch: Batch, size: int) -> list[Batch]:
@@ -31,21 +25,16 @@ def split(batch: Batch, size: int) -> list[Batch]:
     count = examples(batch)
     if count <= size:
         return [batch]
-    refused = f"A batch cannot be taken apart into micro-batches of {size}: "
-    if what := _inseparable(batch):
-        raise WorkloadError(
-            f"{refused}it holds {what}, of which torch takes no rows. Make the loader's batches smaller and set accumulate "
-            "instead."
-        )
-    if shapes := uneven(batch):
-        raise WorkloadError(
-            f"{refused}its tensors differ in their first axis ({shapes}). Make the loader's batches smaller and set accumulate "
-            "instead."
-        )
+    reason = _why_whole(batch)
     if isinstance(batch, list) and 2 < len(batch) > count and all(isinstance(each, torch.Tensor) for each in batch):
+        reason = (
+            f"it is a list of {len(batch)} tensors, which may be {len(batch)} examples, or columns of {count} each; stack "
+            "examples, and give columns in a tuple"
+        )
+    if reason is not None:
         raise WorkloadError(
-            f"{refused}it is a list of {len(batch)} tensors, which may be {len(batch)} examples, or columns of {count} each. "
-            "Stack examples, and give columns in a tuple."
+            f"A batch cannot be taken apart into micro-batches of {size}: {reason}. Make the loader's batches smaller and set "
+            "accumulate instead."
         )
     number, is_column = -(-count // size), BatchAxis.of(batch).is_column
     ends = list(itertools.accumulate(count // number + (part < count % number) for part in range(number)))
@@ -53,61 +42,26 @@ def split(batch: Batch, size: int) -> list[Batch]:
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """One batch with the examples of all ``batches`` and the constants of the first.
-
-    Raises:
-        WorkloadError: tensors differ in dtype or in another axis than the first, cannot be joined, or batches differ in
-            structure.
-    """
-    for batch in batches:
-        if what := _inseparable(batch):
-            raise WorkloadError(f"Batches cannot be joined that hold {what}. Give tensors, padded alike.")
-    return concatenate(batches, [BatchAxis.of(batch).is_column for batch in batches])
-
-
-def united(batches: Sequence[Batch]) -> Batch:
     """One batch that trains as all ``batches`` do, which may differ in their examples only.
 
     Raises:
-        WorkloadError: as :func:`join`; a constant differs; or the tensors of a batch differ in their first axis.
+        WorkloadError: tensors differ in an axis, in dtype or cannot be joined; a constant differs; or batches differ in
+            structure.
     """
     for batch in batches:
-        if what := _inseparable(batch):
-            raise WorkloadError(f"{_AS_ONE}, but these hold {what}, which torch does not join.")
-        if shapes := uneven(batch):
-            raise WorkloadError(f"{_AS_ONE}, but nothing tells how to join tensors that differ in their first axis: {shapes}.")
-    first, *others = [dict(_constants(batch, BatchAxis.of(batch))) for batch in batches]
-    for other in others:
-        if differing := [place for place in {**first, **other} if (place, first.get(place, ...)) not in other.items()]:
-            raise WorkloadError(
-                f"{_AS_ONE}, but {differing[0]} goes for a whole batch, and is not the same in the next. Give it for each "
-                "example, as a tensor with as many rows."
-            )
-    try:
-        return join(batches)
-    except WorkloadError as error:
-        raise WorkloadError(f"{_AS_ONE}. {error}") from error
+        if (reason := _why_whole(batch)) is not None:
+            raise WorkloadError(f"A batch cannot be joined with others: {reason}. Give tensors, padded alike.")
+    return concatenate(batches, [BatchAxis.of(batch).is_column for batch in batches], equal=True)
 
 
-def _constants(value: Any, axis: BatchAxis, place: str = "batch") -> Iterator[tuple[str, Any]]:
-    """The constants of a batch by place; the type instead of the value of a tensor or column."""
-    if isinstance(value, torch.Tensor):
-        yield place, torch.Tensor if value.dim() else value.item()
-    elif axis.is_column(value):
-        yield place, type(value)
-    elif (found := opened(value)) and found.items:
-        for key, item in zip(found.keys, found.items, strict=True):
-            yield from _constants(item, axis, f"{place}[{key!r}]")
-    else:
-        yield place, value if isinstance(value, _PLAIN) else value.tolist() if isinstance(value, np.ndarray) else id(value)
-
-
-def _inseparable(value: Any) -> str | None:
-    """The first value in a batch from which torch cannot take examples; ``None`` if there is none."""
-    if isinstance(value, PackedSequence):
-        return "a packed sequence"
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            return "a nested tensor"
-        return None if value.layout in (torch.strided, torch.sparse_coo) else f"a tensor of the layout {value.layout}"
-    return next(filter(None, map(_inseparable, items_of(value))), None)
+def _why_whole(batch: Batch) -> str | None:
+    """Why examples can be neither taken from ``batch`` nor added to it; ``None`` if they can."""
+    for leaf in leaves_of(batch, lambda value: isinstance(value, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            return "it holds a packed sequence, of which torch takes no rows"
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            return "it holds a nested tensor, of which torch takes no rows"
+        if isinstance(leaf, torch.Tensor) and leaf.layout not in (torch.strided, torch.sparse_coo):
+            return f"it holds a tensor of the layout {leaf.layout}, of which torch takes no rows"
+    shapes = uneven(batch)
+    return None if shapes is None else f"its tensors differ in their first axis ({shapes})"

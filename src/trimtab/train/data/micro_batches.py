@@ -12,7 +12,7 @@ from trimtab._internal.text import counted, of_type
 from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import length_of
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.data.batch_structure import split, united
+from trimtab.train.data.batch_structure import join, split
 from trimtab.train.data.device_prefetch import Transfer
 from trimtab.train.data.loader_position import is_seekable, is_stateful, load_state, state_of
 from trimtab.train.loss.adapter import Batch
@@ -162,10 +162,10 @@ class MicroBatcher:
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             try:
-                group = [united(group)]
-            except WorkloadError:
+                group = [join(group)]
+            except WorkloadError as error:
                 if self.exact:
-                    raise
+                    raise WorkloadError(f"exact_batchnorm runs the batches of an update as one. {error}") from error
         if self.micro is None:
             return group
         try:
