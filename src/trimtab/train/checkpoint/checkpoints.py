@@ -34,7 +34,7 @@ from trimtab.tensors.weights import in_bytes
 
 TENSORS, STATE, HASHES = "tensors.safetensors", "state.json", "sha256.json"
 LOCK = ".lock"
-SCHEMA = 5
+SCHEMA = 6
 SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),

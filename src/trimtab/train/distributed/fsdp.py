@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from trimtab.core.settings import Settings
 from trimtab.core.technique import require
 from trimtab.errors import UsageError, WorkloadError
+from trimtab.tensors.structure import map_tensors
 from trimtab.train.distributed.process_group import Group, broadcast
 from trimtab.train.loss.adapter import Weight
 from trimtab.train.optim.kernels import use_kernels
@@ -209,14 +210,12 @@ class FsdpGroup(Group):
 
     def whole(self, state: Any) -> Any:
         """``state`` with whole tensors on the CPU in rank 0, and empty tensors in other processes. All must call it."""
-        if isinstance(state, torch.Tensor):
-            found = state.full_tensor() if hasattr(state, "full_tensor") else state
+
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             return found.cpu() if self.leads else torch.empty(0)
-        if isinstance(state, Mapping):
-            return {key: self.whole(value) for key, value in state.items()}
-        if isinstance(state, (list, tuple)):
-            return type(state)(self.whole(value) for value in state)
-        return state
+
+        return map_tensors(state, gathered)
 
     def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """This process's shard of a whole tensor, which every process has, sharded as ``of`` is."""

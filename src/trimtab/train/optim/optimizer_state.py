@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
-from trimtab.tensors.structure import map_items
+from trimtab.tensors.structure import map_tensors
 from trimtab.train.optim.kernels import bring_state
 from trimtab.train.optim.optimizer_dict import OptimizerDict
 from trimtab.train.runtime.world import World
@@ -149,26 +149,23 @@ def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.T
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
             else:
-                values[name] = _aligned(value)
+                values[name] = map_tensors(value, _aligned)
 
 
 def _part(values: Mapping[str, Any], parameter: torch.Tensor, world: World, was: torch.dtype) -> dict[str, Any]:
     """This process's part of a parameter's state, cast if the dtype of the parameter ``was`` another."""
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(parameter.dtype) if value.is_floating_point() else value
-        return map_items(value, cast)
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(parameter.dtype) if tensor.is_floating_point() else tensor
 
     parts = {name: world.part(value, parameter) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    return parts if was == parameter.dtype else {name: v if name == "step" else cast(v) for name, v in parts.items()}
+    return parts if was == parameter.dtype else {name: v if name == "step" else map_tensors(v, cast) for name, v in parts.items()}
 
 
-def _aligned(value: Any) -> Any:
-    """Copies of tensors that do not begin at a multiple of 64 bytes, as a checkpoint's need not.
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that does not begin at a multiple of 64 bytes, as a checkpoint's need not.
 
     The last bit of a dot product depends on that, and LBFGS steps by those of its state.
     """
-    if type(value) is torch.Tensor and value.layout == torch.strided:
-        return value.clone() if value.data_ptr() % 64 else value
-    return [_aligned(item) for item in value] if type(value) is list else value
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return tensor.clone() if plain and tensor.data_ptr() % 64 else tensor

@@ -69,7 +69,7 @@ def _within(holder: Any) -> list[Any]:
 
 
 def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each generator, as plain values and tensors that a checkpoint can hold."""
+    """The state of each generator, as values, tensors and arrays that a checkpoint can hold."""
     return {name: _state(generator) for name, generator in generators.items()}
 
 
@@ -86,7 +86,7 @@ def _state(generator: Any) -> dict[str, Any]:
     elif isinstance(generator, random.Random):
         state = generator.getstate()
     else:
-        state = _plain(_bits(generator).state)
+        state = _bits(generator).state
     return {"kind": type(generator).__name__, "state": state}
 
 
@@ -96,24 +96,9 @@ def _set_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
-        bits = _bits(generator)
-        bits.state = _like(state, bits.state)
+        _bits(generator).state = state
 
 
 def _bits(generator: Any) -> Any:
     """The bit generator of one of numpy's generators."""
     return generator._bit_generator if isinstance(generator, np.random.RandomState) else generator.bit_generator
-
-
-def _plain(state: Any) -> Any:
-    """``state`` with arrays as lists, because their unsigned integers may not fit a tensor."""
-    if isinstance(state, Mapping):
-        return {name: _plain(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, np.ndarray) else state
-
-
-def _like(state: Any, now: Any) -> Any:
-    """The inverse of :func:`_plain`: lists become arrays where ``now`` has arrays."""
-    if isinstance(now, Mapping):
-        return {name: _like(state[name], value) for name, value in now.items()}
-    return np.asarray(state, now.dtype) if isinstance(now, np.ndarray) else state

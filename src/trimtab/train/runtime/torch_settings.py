@@ -97,12 +97,11 @@ def random_state() -> dict[str, Any]:
 
     CUDA is not initialized for it: without that its generators have not been used.
     """
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
         "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
-        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": np.random.get_state(legacy=True),
         "python": random.getstate(),
     }
 
@@ -114,6 +113,5 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
     if torch.backends.mps.is_available() and state.get("mps") is not None:
         torch.mps.set_rng_state(state["mps"].cpu())
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state(state["numpy"])
     random.setstate(state["python"])
