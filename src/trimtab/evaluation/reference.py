@@ -144,8 +144,7 @@ def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Eval
     """
 
     def handed(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = flatten(call(*args, **kwargs), "the output")
-        return unflatten(structure, [leaf.clone() for leaf in leaves])
+        return cloned(handed_on(call(*args, **kwargs)))
 
     return _predicted(handed, batches, evaluation)
 

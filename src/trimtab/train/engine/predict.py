@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def outputs(context: RunContext, batches: Iterable[Batch], *, limit: int | None,
             moved = move(batch)
             inputs = moved[0] if is_pair(moved) else moved
             with step.precision(), _MODEL:
-                answer = model(**inputs) if isinstance(inputs, Mapping) else call(model, inputs)
+                answer = call(model, inputs)
             found.append(map_tensors(answer, _read_out if settings.precision.autocast is None else _widened))
     context.world.free_gathered()
     if not found:

@@ -154,7 +154,7 @@ class JsonLines:
 
     def __call__(self, trainer: Any, event: Event) -> None:
         """Append ``event``."""
-        line = json.dumps({"event": type(event).__name__.lower(), **_finite(to_json(event))})
+        line = json.dumps({"event": type(event).__name__.lower(), **to_json(event)})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab", buffering=0) as file:
@@ -202,14 +202,3 @@ def figures_of(event: Event) -> dict[str, float]:
     if isinstance(event, Validated):
         return {f"validate/{name}": value for name, value in {**event.logged, **event.metrics}.items()}
     return {}
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with infinities and NaN as text, which JSON has no numbers for."""
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else str(value)
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(item) for item in value]
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,16 +111,12 @@ def model_summary(model: nn.Module, batch: Batch) -> ModelSummary:
     try:
         with user_code("In model_summary() the model raised"), kept_random(), torch.no_grad():
             with recorder:
-                _call(model, inputs)
-            whole = count_flops(lambda: _call(model, inputs))
+                call(model, inputs)
+            whole = count_flops(lambda: call(model, inputs))
     finally:
         for module, mode in modes:
             module.training = mode
     return ModelSummary(layers=recorder.layers(), flops=whole.total, uncounted=whole.uncounted)
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    return model(**inputs) if isinstance(inputs, Mapping) else call(model, inputs)
 
 
 class _Recorder:
