@@ -249,7 +249,7 @@ def test_nested_outputs_keep_their_names_and_may_lose_their_class() -> None:
     found = compare_outputs([Said(outputs(3, 2), 0.25)], [Said(-outputs(3, 2), 0.25)], exact=True)
     assert "'output.logits'" in str(found.reason)
     assert found.cosine == pytest.approx(-1)
-    assert "[loss] is 0.75" in str(compare_outputs([Said(outputs(1), 0.25)], [Said(outputs(1), 0.75)], exact=False).reason)
+    assert ".loss is 0.75" in str(compare_outputs([Said(outputs(1), 0.25)], [Said(outputs(1), 0.75)], exact=False).reason)
 
 
 def test_complex_and_empty_outputs() -> None:
@@ -364,8 +364,8 @@ def test_a_score_judges_what_run_reads_out_of_the_outputs_of_a_lossy_recipe() ->
     found[0].times[2] = torch.tensor(math.nan)
     assert "The output holds NaN where the reference has none (batch 0)." in str(scored(reference, found).reason)
     for wrong in (None, 3.0, True):
-        assert "[text] is" in str(scored(reference, [dataclasses.replace(reference[0], text=wrong), found[1]]).reason)
-    assert "[words] is nan" in str(scored(reference, [dataclasses.replace(reference[0], words=math.nan), found[1]]).reason)  # type: ignore[arg-type]
+        assert "The output.text is" in str(scored(reference, [dataclasses.replace(reference[0], text=wrong), found[1]]).reason)
+    assert ".words is nan" in str(scored(reference, [dataclasses.replace(reference[0], words=math.nan), found[1]]).reason)  # type: ignore[arg-type]
 
 
 def detections(examples: int = 16) -> torch.Tensor:

@@ -43,7 +43,8 @@ class Batch:
 
     def take(self, index: torch.Tensor) -> Batch:
         """The rows at ``index``."""
-        return Batch(*take((self.inputs, self.target), index, _is_marked), len(index))
+        inputs, target = take((self.inputs, self.target), index, _is_marked)
+        return Batch(inputs, target, len(index))
 
 
 def _is_marked(value: Any) -> bool:
@@ -131,9 +132,10 @@ def joined(batches: Sequence[Batch]) -> Batch | None:
     """All rows in one batch; ``None`` if structures, shapes or constants differ."""
     try:
         pairs = [(batch.inputs, batch.target) for batch in batches]
-        return Batch(*concatenate(pairs, [_is_marked] * len(pairs), equal=True), sum(batch.rows for batch in batches))
+        inputs, target = concatenate(pairs, [_is_marked] * len(pairs), equal=True)
     except WorkloadError:
         return None
+    return Batch(inputs, target, sum(batch.rows for batch in batches))
 
 
 def count(batches: Sequence[Batch]) -> int:

@@ -159,7 +159,9 @@ def _part(values: Mapping[str, Any], parameter: torch.Tensor, world: World, was:
         return tensor.to(parameter.dtype) if tensor.is_floating_point() else tensor
 
     parts = {name: world.part(value, parameter) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    return parts if was == parameter.dtype else {name: v if name == "step" else map_tensors(v, cast) for name, v in parts.items()}
+    return (
+        parts if was == parameter.dtype else {name: v if name == "step" else map_tensors(v, cast) for name, v in parts.items()}
+    )
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
