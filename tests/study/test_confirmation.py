@@ -193,7 +193,7 @@ def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -
 
 def test_a_probe_ends_with_the_budget_and_the_trial_stands_unless_memory_decides(searched: tuple[Study, Trial]) -> None:
     study, eager = searched
-    other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), cold_s=None, peak_mb=None)
+    other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), cold_s=40.0, peak_mb=None)
 
     def probed(until: float | None, **limits: float) -> Trial:
         plan = Plan(limits=trimtab.Limits(**limits))

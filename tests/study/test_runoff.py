@@ -155,7 +155,9 @@ def test_what_an_earlier_run_found_out_stands_however_little_time_there_is(study
     one, two = trial(fast.recipe, 4.9, 4.8, 5.0, 1), trial(slow.recipe, 5.0, 4.9, 5.1, 2)
     study.storage.note(_key(one, two), to_json(dataclasses.replace(found, ratio=Interval(0.97, 0.96, 0.98))))
     assert run_off(study, [two, one], until=time.monotonic()) == [one, two]
-    assert study.notes[-1].endswith("0.97x (0.96 to 0.98) of torchscript. It ships, because 2 threads must bring 5% over 1.")
+    assert study.notes[-1].endswith("0.97x (0.96 to 0.98) of torchscript. 2 threads in place of 1 must bring 5%.")
+    other = trial(Recipe(backend=OnnxRuntime(spinning=False)), 4.85, 4.8, 5.0, 1)
+    assert run_off(study, [two, other], until=time.monotonic()) == [other, two], "without time the search's figures decide"
 
 
 @pytest.mark.parametrize("side", ["first", "other"])

@@ -91,6 +91,10 @@ class InductorExecutable(Executable):
         return [PROGRAM]
 
 
+class _CompiledAnew(CompileError):
+    """Stated sizes would each be compiled anew, as they would from the exported program."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inductor(Backend):
     """Generate and compile C++ for the whole graph, with torch.compile.
@@ -122,6 +126,8 @@ class Inductor(Backend):
         """Compile the module or, if torch.compile refuses it, its exported program."""
         try:
             executable = self._built(candidate, candidate.flat())
+        except _CompiledAnew:
+            raise
         except CompileError as error:
             executable = self._built(candidate, FlatProgram(bare_module(export_program(candidate, plain=True)[0])))
             executable.notes.append(f"Compiled from the exported program. {error}")
@@ -170,7 +176,7 @@ def load(folder, threads):
                 f"{', '.join(f'{name}={size}' for name, size in sizes.items())}, and torch.compile gives up after eight."
             )
             if candidate.all_sizes:
-                raise CompileError(anew)
+                raise _CompiledAnew(anew)
             executable.signature = frozen_signature(candidate, executable.run)
             executable.notes.append(f"Built for the example's {', '.join(sizes)} only. {anew}")
         return executable

@@ -253,7 +253,7 @@ class TrialRunner:
         self, trial: Trial, folder: pathlib.Path, servers: BaselineServers, plan: Plan, until: float | None
     ) -> Trial | None:
         """``trial`` with its cold start and peak memory as in a deployment: a fresh process loads its saved files from
-        ``folder``. ``None`` if the study had to end before those of the baseline were known.
+        ``folder``. ``None`` if the study was interrupted, or had to end before those of the baseline were known.
 
         The cold start of the model as written is that of the user's own code. Its peak memory is that of its saved form, like
         that of all others, unless it has none. If the study ends, or ``until`` (``time.monotonic``) passes, before the process
@@ -268,11 +268,16 @@ class TrialRunner:
         if trial.state is not State.COMPLETE or trial.size_mb is None:
             return trial
         outcome = self._probe(trial, folder, folder / "probe", deadline=until)
+        if outcome.cut_off and self.interrupted():
+            return None
+        if outcome.cut_off:  # the worker's own start includes the building
+            cold = trial.cold_s if trial.recipe == self.baseline else None
+            trial = dataclasses.replace(trial, cold_s=cold, peak_mb=None)
         if outcome.cut_off and (plan.objective == "memory" or plan.limits.memory_mb is not None):
             reason = f"{UNPROBED} The same command tries it again."
             return dataclasses.replace(trial, state=State.STOPPED, reason=reason, ended_by="time", limit=outcome.seconds)
         if outcome.cut_off:
-            return dataclasses.replace(trial, peak_mb=None, notes=(*trial.notes, UNPROBED))
+            return dataclasses.replace(trial, notes=(*trial.notes, UNPROBED))
         if outcome.result is None:
             reason = f"What it saved cannot be used in a fresh process: {outcome.reason}"
             how = {name: getattr(outcome, name) for name in ("traceback", "ended_by", "limit")}

@@ -106,7 +106,7 @@ def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
     wall = after.at_ns - before.at_ns
     capacity = wall * after.cpus
     own = sum(max(0, ns - before.own_ns[pid]) for pid, ns in after.own_ns.items() if pid in before.own_ns)
-    others = after.busy_ns - before.busy_ns - own
+    others = max(-2 * TICK_NS, after.busy_ns - before.busy_ns - own)
     stolen = max(0, after.stolen_ns - before.stolen_ns)
     return Share(wall / 1e9, min(1.0, others / capacity), min(1.0, stolen / capacity), TICK_NS / capacity)
 

@@ -246,6 +246,25 @@ def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
     return [trial for _, trial in sorted(able, key=lambda each: -each[0])[:OPEN]]
 
 
+def threads(trial: Trial) -> int:
+    """Threads of the trial's timed calls; 0 if unknown."""
+    found = None if trial.comparison is None else trial.comparison.candidate.conditions.get("threads")
+    return found if isinstance(found, int) else 0
+
+
+def fewer_threads(trial: Trial, other: Trial) -> bool:
+    """Whether both are of one kind, exact or not, and ``trial`` used fewer threads than ``other``."""
+    return trial.recipe.exact == other.recipe.exact and 0 < threads(trial) < threads(other)
+
+
+def leaner(ranked: Sequence[Trial]) -> list[Trial]:
+    """The best of ``ranked`` with fewer threads than the first that may have its speed but for :data:`WORTH`; empty if none."""
+    if not ranked or (first := ranked[0].speedup) is None:
+        return []
+    near = [trial for trial in ranked if trial.speedup is not None and trial.speedup.high > (1 - WORTH) * first.value]
+    return [trial for trial in near if fewer_threads(trial, ranked[0])][:1]
+
+
 def surely_better(trial: Trial, other: Trial, objective: Objective) -> bool:
     """Whether ``trial`` is better than ``other`` by more than chance; false if either is unmeasured.
 
@@ -303,7 +322,7 @@ def best_eager(trials: Iterable[Trial], limits: Limits | None = None, objective:
 def unmet(trials: Sequence[Trial], limits: Limits) -> str:
     """The sentence if no trial keeps the limits: the nearest recipe, the binding limit, and recipes that cannot ship."""
     complete = [t for t in trials if t.state is State.COMPLETE and t.latency_ms is not None]
-    stopped = [t for t in trials if t.state is State.STOPPED and t.latency_ms is not None]
+    stopped = [t for t in trials if t.state is State.STOPPED and t.latency_ms is not None and t.ended_by != "time"]
     shipping = [t for t in complete if ships(t)]
     accurate = [t for t in shipping if not any(m.limit in QUALITY for m in misses(t, limits))]
     held = next((t for t in complete if not ships(t) and not misses(t, limits)), None)

@@ -16,7 +16,7 @@ from trimtab.core.trial import Trial
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.evaluate import Objective, Plan
 from trimtab.measure.pooled import narrow, number_of_starts, pooled, start_timing
-from trimtab.study.ranking import WORTH, unsettled
+from trimtab.study.ranking import WORTH, fewer_threads, leaner, threads, unsettled
 from trimtab.study.study import Study
 
 RUNOFF = "runoff"
@@ -40,27 +40,10 @@ def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
     first, speed = ahead[0], ahead[0].speedup.value
     free = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
     near = free is not None and free.speedup is not None and NEAR * free.speedup.value > speed
-    lean = [trial for trial in ahead if _fewer_threads(trial, first) and _nearly(trial, first)][:1]
+    lean = leaner(ahead)
     others = [*lean, *[trial for trial in unsettled(ahead) if trial is not free and trial not in lean]]
     # the exact trial meets the fastest lossy one, last and once
     return [first, *others, *([free] if free is not None and (near or free in unsettled(ahead)) else [])]
-
-
-def _threads(trial: Trial) -> int:
-    """Threads of the trial's timed calls; 0 if unknown."""
-    found = None if trial.comparison is None else trial.comparison.candidate.conditions.get("threads")
-    return found if isinstance(found, int) else 0
-
-
-def _fewer_threads(trial: Trial, other: Trial) -> bool:
-    """Whether both are of one kind, exact or not, and ``trial`` used fewer threads than ``other``."""
-    return trial.recipe.exact == other.recipe.exact and 0 < _threads(trial) < _threads(other)
-
-
-def _nearly(trial: Trial, first: Trial) -> bool:
-    """Whether ``trial`` may have the speed of ``first``, but for :data:`~trimtab.study.ranking.WORTH`."""
-    one, other = trial.speedup, first.speedup
-    return one is not None and other is not None and one.high > (1 - WORTH) * other.value
 
 
 def cost_s(study: Study) -> float:
@@ -71,7 +54,8 @@ def cost_s(study: Study) -> float:
 def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None) -> list[Trial]:
     """``ahead`` with the winner of the runoff in front. No comparison lasts beyond ``until`` (``time.monotonic``).
 
-    If a comparison fails, the order of the search stays.
+    If a comparison fails or there is no time for it, the order of the search stays, except that a trial of fewer threads goes
+    ahead of one that the search did not see to be faster by :data:`~trimtab.study.ranking.WORTH`.
     """
     found = contenders(ahead, study.options.objective)
     if len(found) < 2:
@@ -83,10 +67,12 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
         if ratio is None and not late and not study.interrupted():
             ratio = _measured(study, other, first, until)
         if ratio is None:
+            first = other if fewer_threads(other, first) and _speed(other) > (1 - WORTH) * _speed(first) else first
             continue
         wins, note = _displaces(other, first, ratio), f"{other.recipe} runs at {ratio.multiple()} of {first.recipe}."
-        if wins and ratio.value <= 1 and _fewer_threads(other, first):
-            note += f" It ships, because {_threads(first)} threads must bring {WORTH:.0%} over {_threads(other)}."
+        loser, winner = (first, other) if wins else (other, first)
+        if (ratio.value > 1) is not wins and fewer_threads(winner, loser):
+            note += f" {threads(loser)} threads in place of {threads(winner)} must bring {WORTH:.0%}."
         study.notes.append(f"Timed against each other, {note}")
         first = other if wins else first
     return [first, *[trial for trial in ahead if trial is not first]]
@@ -102,13 +88,17 @@ def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
     """
     if ratio.vague:
         return ratio.low > 1
-    if _fewer_threads(other, first):
+    if fewer_threads(other, first):
         return ratio.value > 1 - WORTH
-    if _fewer_threads(first, other):
+    if fewer_threads(first, other):
         return ratio.value > 1 + WORTH
     if other.recipe.exact == first.recipe.exact:
         return ratio.value > 1
     return ratio.high >= 1 and ratio.value > 1 - WORTH if other.recipe.exact else ratio.low > 1
+
+
+def _speed(trial: Trial) -> float:
+    return 0.0 if trial.speedup is None else trial.speedup.value
 
 
 def _known(study: Study, other: Trial, first: Trial) -> Interval | None:

@@ -176,8 +176,8 @@ class Study:
         usable = value if ranking.feasible(trial, self.options.limits) else None
         if isinstance(self.sampler, Tpe) and self.sampler.pending is not None:
             trial = self.storage.finish(self.sampler.pending, trial, usable)
-        else:
-            trial = self.storage.add(trial, value)
+        else:  # optuna's sampler learns from what keeps the limits only
+            trial = self.storage.add(trial, usable if isinstance(self.sampler, Tpe) else value)
         self._trials.append(trial)
         self._sweep()
         self.record().write(self.folder)
@@ -379,7 +379,8 @@ class Study:
         """Delete the built files of trials that can no longer become the artifact."""
         ranked = ranking.ranked(self._trials, self.options.limits, self.options.objective)
         exact = [trial for trial in ranked if trial.recipe.exact]
-        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *ranking.unsettled(ranked))}
+        open_ones = (*ranking.unsettled(ranked), *ranking.leaner(ranked))
+        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *open_ones)}
         if (eager := self.to_beat) is not None:
             keep.add(eager.recipe.hash)
         for trial in self._trials:
