@@ -46,6 +46,8 @@ class BatchAxis:
         mappings or dataclasses with equal keys; then of the first tensor in a list; then of the first list of texts.
         """
         found = list(_counts(batch))
+        if set(found) == {(_MAPPINGS, 2)}:  # nothing but pairs tells, such as the two sides of a comparison
+            found = list(_counts(batch, pairs=True)) or found
         count = min(found, key=lambda each: each[0])[1] if found else None
         return cls(count, (_MAPPINGS, count) in found)
 
@@ -169,17 +171,23 @@ def _constant(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else id(value)
 
 
-def _counts(value: Any, *, outside: bool = True, top: bool = True) -> Iterator[tuple[int, int]]:
-    """What tells the number of examples, and that number. ``outside``: the value is in no list but the batch itself."""
+def _counts(value: Any, *, outside: bool = True, top: bool = True, pairs: bool = False) -> Iterator[tuple[int, int]]:
+    """What tells the number of examples, and that number.
+
+    Args:
+        outside: the value is in no list but the batch itself.
+        pairs: whether two mappings of one length are a structure wherever they are, and not two examples; they are one at the
+            ``top``, and with two rows each.
+    """
     if (count := lead(value)) is not None:
         yield _TENSOR if outside else _LISTED_TENSOR, count
     elif _are_texts(value):
         yield _TEXTS, len(value)
-    elif _are_mappings(value) and not (top and _is_pair(value)):
+    elif _are_mappings(value) and not (_is_pair(value) and (top or pairs or _common_lead(value) == 2)):
         yield _MAPPINGS, len(value)
     else:
         for item in items_of(value):
-            yield from _counts(item, outside=top or not _is_list(value), top=False)
+            yield from _counts(item, outside=top or not _is_list(value), top=False, pairs=pairs)
 
 
 def _shape(tensor: torch.Tensor | PackedSequence) -> str:
@@ -208,5 +216,10 @@ def _are_mappings(value: Any) -> bool:
 
 def _is_pair(batch: Any) -> bool:
     """True for two mappings whose tensors have one length: inputs and targets, and not two examples."""
-    leads = {lead(item) for each in batch for item in items_of(each)}
-    return len(batch) == 2 and len(leads) == 1 and None not in leads
+    return len(batch) == 2 and _common_lead(batch) is not None
+
+
+def _common_lead(mappings: Any) -> int | None:
+    """The length of all tensors in ``mappings``; ``None`` if they differ in it."""
+    leads = {lead(item) for each in mappings for item in items_of(each)}
+    return leads.pop() if len(leads) == 1 else None

@@ -179,6 +179,14 @@ def test_a_list_of_dataclasses_has_an_entry_per_example() -> None:
         assert [(len(one.x), len(two.x)) for one, two in split(pair, count // 2)] == [(count // 2, count // 2)] * 2
 
 
+@pytest.mark.parametrize("count", [8, 2])
+def test_two_mappings_beside_labels_or_alone_are_the_sides_of_a_comparison(count: int) -> None:
+    sides = [{"x": torch.ones(count, 3)}, {"x": torch.zeros(count, 3)}]
+    assert examples({"pair": sides}) == examples((tuple(sides), torch.ones(count))) == count
+    halves = split((tuple(sides), torch.ones(count)), count // 2)
+    assert [(len(one["x"]), len(two["x"]), len(labels)) for (one, two), labels in halves] == [(count // 2,) * 3] * 2
+
+
 def test_batches_that_are_dataclasses_are_trained_on_in_parts_as_whole() -> None:
     def loss(model: nn.Module, batch: Labelled) -> torch.Tensor:
         assert len(batch.names) == len(batch.x)

@@ -233,7 +233,7 @@ def test_a_plateau_has_the_patience_of_the_run_and_a_new_best_for_another_figure
     resumed.fit(loader(), held_out, epochs=5)
     assert isinstance(resumed.scheduler, ReduceLROnPlateau)
     assert resumed.scheduler.patience == 50
-    said = "The checkpoint wins over the script: schedule.patience=50 (script: 1). resume("
+    said = "The checkpoint wins over the script: schedule.patience=50 (script: 1). Only a new run can change that."
     assert any(note.startswith(said) for note in resumed.notes)
     best, bad = resumed.scheduler.best, resumed.scheduler.num_bad_epochs
     assert bad == 4
@@ -336,8 +336,12 @@ def after_a_step(optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
     return SequentialLR(optimizer, [StepLR(optimizer, 1), OneCycleLR(optimizer, 0.1, total_steps=updates)], [2])
 
 
+def before_a_constant(optimizer: torch.optim.Optimizer, updates: int) -> LRScheduler:
+    return SequentialLR(optimizer, [OneCycleLR(optimizer, 0.1, total_steps=4), ConstantLR(optimizer)], [9])
+
+
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
-@pytest.mark.parametrize(("schedule", "ended"), [(one_cycle(0.1), 9), (after_a_step, 10)])
+@pytest.mark.parametrize(("schedule", "ended"), [(one_cycle(0.1), 9), (after_a_step, 10), (before_a_constant, 4)])
 def test_a_cycle_stays_at_its_last_rate(schedule: Any, ended: int) -> None:
     data = DataLoader(Sharded(lambda _: [(torch.ones(1), torch.ones(1))] * 6), 1)
     (note,) = trainer(schedule=schedule).fit(data, epochs=2).notes

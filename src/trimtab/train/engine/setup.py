@@ -474,8 +474,11 @@ def _load_rest(context: RunContext, step: Step, state: Mapping[str, Any]) -> Non
     found = schedule_state.restore(context, state)
     context.options = state["given"]
     skipped = {*context.override, *(() if context.scheduler is scheduler else given.OF_SCHEDULE)}
-    if found := [*found, *given.differences(state["given"], script, skipped)]:
-        fix = "resume(override={'lr': ...}) overrides numbers of the optimizer."
+    options = list(given.differences(state["given"], script, skipped))
+    if found := [*found, *options]:
+        fix = (
+            "resume(override={'lr': ...}) overrides numbers of the optimizer." if options else "Only a new run can change that."
+        )
         context.note_once(f"The checkpoint wins over the script: {', '.join(found)}. {fix}")
     for note in context.modes.restore(state["modes"]):
         context.note_once(note)

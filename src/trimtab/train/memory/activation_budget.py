@@ -16,7 +16,7 @@ from torch import nn
 
 from trimtab._internal.text import listed
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.loss.loss_parity import ROUNDING, gradients_differ
+from trimtab.train.loss.loss_parity import ROUNDING, gradient_distance, gradients_differ
 from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.memory.activation_trace import trace
 from trimtab.train.memory.checkpoint_plans import Plan, front
@@ -177,6 +177,8 @@ class _Search:
             plain, again, found = self._gradients(()), self._gradients(()), self._gradients(plan.modules)
         except (RuntimeError, MemoryError) as error:
             go_on(error, repeats=self.world.repeats)
+            return None
+        if not math.isfinite(gradient_distance(plain, again)):  # what the settings say of such updates is not decided here
             return None
         return gradients_differ(plain, again, found, ROUNDING)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
 from trimtab.tensors.structure import map_tensors
-from trimtab.train.optim.kernels import bring_state
+from trimtab.train.optim.kernels import ON_HOST, bring_state
 from trimtab.train.optim.optimizer_dict import OptimizerDict
 from trimtab.train.runtime.world import World
 
@@ -159,9 +159,9 @@ def _part(values: Mapping[str, Any], parameter: torch.Tensor, world: World, was:
         return tensor.to(parameter.dtype) if tensor.is_floating_point() else tensor
 
     parts = {name: world.part(value, parameter) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    return (
-        parts if was == parameter.dtype else {name: v if name == "step" else map_tensors(v, cast) for name, v in parts.items()}
-    )
+    if was == parameter.dtype:
+        return parts
+    return {name: value if name in ON_HOST else map_tensors(value, cast) for name, value in parts.items()}
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

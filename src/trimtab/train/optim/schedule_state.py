@@ -68,7 +68,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> list[str]:
         text = f"The run has {planned} updates now, and had {state['planned']}"
         context.note_once(f"{text}: its schedule is the script's for {planned} updates.")
         return []
-    scheduler.load_state_dict(state["scheduler"])
+    scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))  # torch takes entries out of it
     extend_to_new_groups(scheduler)
     script, context.schedule_begun = context.schedule_begun or {}, state["schedule_begun"]
     return list(_differences(state["schedule_begun"], script))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import math
@@ -150,8 +151,7 @@ def advance(scheduler: LRScheduler) -> str | None:
         return None
     if isinstance(scheduler, SchedulerDict):
         return next(filter(None, [advance(each) for each in inner_schedulers(scheduler)]), None)
-    cycles = [each for each in _acting_last(scheduler) if isinstance(each, OneCycleLR)]
-    if any(each.last_epoch >= each.total_steps for each in cycles):  # one more step would raise
+    if _ended(scheduler):
         return (
             f"The schedule ended after {scheduler.last_epoch} updates, and the run makes more, as where the loader gives more "
             "batches than its len() says: the learning rate stays as it is."
@@ -250,6 +250,16 @@ def _acting_last(scheduler: LRScheduler) -> list[LRScheduler]:
     inner = inner_schedulers(scheduler)
     acting = inner[-1:] if isinstance(scheduler, SequentialLR) else inner
     return [each for one in acting for each in _acting_last(one)] or [scheduler]
+
+
+def _ended(scheduler: LRScheduler) -> bool:
+    """Whether one more step would raise."""
+    if isinstance(scheduler, SequentialLR):
+        coming, bounds = scheduler.last_epoch + 1, scheduler._milestones
+        return coming not in bounds and _ended(inner_schedulers(scheduler)[bisect.bisect(bounds, coming)])
+    if isinstance(scheduler, OneCycleLR):
+        return scheduler.last_epoch >= scheduler.total_steps
+    return any(map(_ended, inner_schedulers(scheduler)))
 
 
 def _end(scheduler: LRScheduler, updates: int) -> float:
