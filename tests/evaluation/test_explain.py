@@ -78,7 +78,7 @@ def test_a_peak_that_was_not_measured_is_said(subject: Subject) -> None:
 
 
 class Rows(nn.Module):
-    """Runs its layers row by row, which exporters unroll, so that their graphs are for one number of rows."""
+    """Runs its layer row by row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +88,12 @@ class Rows(nn.Module):
         return torch.stack([self.layer(row) for row in x])
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
-def test_a_recipe_is_told_of_with_the_batch_that_it_runs(backend: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("backend", "model"), [("eager", Rows()), ("onnxruntime", nn.Linear(64, 32))])
+def test_a_recipe_is_told_of_with_the_batch_that_it_runs(backend: str, model: nn.Module, tmp_path: pathlib.Path) -> None:
     if package := missing_package(BACKENDS[backend].requires):
         pytest.skip(f"{package} is not installed")
-    workload = trimtab.Workload(name="rows", model=Rows(), inputs=torch.randn(2, 64), dynamic={"x": {0: "batch"}})
+    axis = "x" if isinstance(model, Rows) else "input"
+    workload = trimtab.Workload(name="rows", model=model, inputs=torch.randn(2, 64), dynamic={axis: {0: "batch"}})
     subject = prepare(workload)
     recipe = Recipe(passes=(PASSES["batch"](size=8),), backend=BACKENDS[backend]())
     executable = start(recipe, apply_passes(recipe, subject.candidate))[0]

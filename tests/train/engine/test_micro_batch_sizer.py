@@ -206,7 +206,7 @@ def test_batches_that_cannot_be_taken_apart_are_named() -> None:
     odd = {"x": torch.randn(8, 8), "edges": torch.randn(5, 2)}
     with pytest.raises(WorkloadError, match=r"cannot be taken apart into micro-batches of 4: .*\(8, 8\), \(5, 2\)"):
         trainer.fit([odd], epochs=1)
-    with pytest.raises(WorkloadError, match="cannot be taken apart"):
+    with pytest.raises(WorkloadError, match=r"cannot be joined with others: .*\(8, 8\), \(5, 2\)"):
         find_batch(trainer, [odd])
     unequal = [{"x": torch.randn(8, size)} for size in (8, 9)]
     with pytest.raises(WorkloadError, match=r"^Tensors can be joined .* these are \(8, 8\) of torch.float32, \(8, 9\) of"):
