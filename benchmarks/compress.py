@@ -7,9 +7,9 @@
     python benchmarks/compress.py --studies 30 --budget 60s
 
 Each network is optimized without compression; the same study then goes on twice for the same time, with ``--compress auto`` and
-without, within a drop of the score that was fixed beforehand. Both results are artifacts, confirmed on test data against the model as written. They are then timed
-in turns, one example a call, one thread. Where compression finds nothing better, both ship the same form and the ratio is
-about 1.
+without, within a drop of the score that was fixed beforehand. Both results are artifacts, confirmed on test data against the
+model as written. They are then timed in turns, one example a call, one thread. Where compression finds nothing better, both
+ship the same form and the ratio is about 1.
 
 ``--studies`` makes short studies of the digits with seeds and limits drawn at random, and asks of each result how much it
 loses on images that stand in no split: at least nine in ten must keep the bound that their study stated. It goes on where an
