@@ -126,6 +126,18 @@ def test_without_vnni_other_forms_of_static_int8_are_tried_where_it_is_close(vnn
     assert found == ["onnxruntime(precision=int8_static)", *(more if not vnni else [])]
 
 
+def test_smaller_networks_come_before_other_forms_of_int8_that_are_close(monkeypatch) -> None:
+    monkeypatch.setattr(environment, "has_vnni", lambda: False)
+    known, trials = dataclasses.replace(facts(), compress=("prune",)), list[Trial]()
+    while (ask := Ladder().ask(trials, known)) is not None and len(trials) < 40:
+        trials.append(dataclasses.replace(complete(ask.recipe, 1.0 if ask.recipe.exact else 1.05), stage=ask.stage))
+    first = next(n for n, trial in enumerate(trials) if trial.stage == "compressed")
+    assert "onnxruntime(precision=int8_static)" in [str(trial.recipe) for trial in trials[:first]]
+    finer = [n for n, trial in enumerate(trials) if "form=qoperator" in str(trial.recipe) and trial.stage == "precision"]
+    assert finer
+    assert min(finer) > first
+
+
 def test_the_ladder_climbs_in_order_and_asks_nothing_twice() -> None:
     trials = walk(by_backend)
     hashes = [trial.recipe.hash for trial in trials]

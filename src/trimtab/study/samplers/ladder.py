@@ -139,8 +139,9 @@ class Ladder(Sampler):
         yield from first_asks()
         if _is_quick(_best(done, facts, exact_only=True)):  # several may be fast in some minutes only
             yield from _with_each(_best(done, facts, exact_only=True), threads[:1])
-        yield from _precision(runtimes, plain, done, facts)
+        yield from _less_precision(runtimes, plain, done, facts)
         yield from _compressed(done, facts)  # before what gains a few percent, so that a short budget reaches it
+        yield from _finer_precision(runtimes, plain, done)
         for exact_only in (False, True):  # the best may be best by noise
             if _is_quick(_best(done, facts, exact_only=exact_only)):
                 yield from _with_each(_best(done, facts, exact_only=exact_only), threads)
@@ -184,11 +185,23 @@ def _lossless(backends: Sequence[Backend], tuned: Recipe) -> Iterator[Ask]:
 def _precision(
     backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, everyone: bool = False
 ) -> Iterator[Ask]:
-    """Ask for lossy variants of each backend and lossy passes before it, most promising backend first."""
+    """Ask for all forms of less precision."""
+    yield from _less_precision(backends, tuned, done, facts, everyone=everyone)
+    yield from _finer_precision(backends, tuned, done)
+
+
+def _most_promising(backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial]) -> list[Recipe]:
+    """The lossless recipe of each backend, the fastest first."""
     lossless = [Recipe(passes=_inherited(tuned, backend), backend=backend) for backend in backends]
+    return sorted(lossless, key=lambda recipe: -_speed(done.get(recipe.hash)))
+
+
+def _less_precision(
+    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, everyone: bool = False
+) -> Iterator[Ask]:
+    """Ask for lossy variants of each backend and lossy passes before it, most promising backend first."""
     top = max((_speed(trial) for trial in done.values() if trial.recipe.exact), default=0.0)
-    lossless.sort(key=lambda recipe: -_speed(done.get(recipe.hash)))
-    for recipe in lossless:
+    for recipe in _most_promising(backends, tuned, done):
         if not everyone and _speed(done.get(recipe.hash)) < PROMISING * top:
             continue
         for backend in _lossy(recipe.backend, facts):
@@ -196,7 +209,11 @@ def _precision(
         for step in () if recipe.backend.own_graph else _honoured(search_space.passes(exact=False), recipe.backend):
             for variant in (step, *search_space.variants(step)):
                 yield Ask("precision", dataclasses.replace(recipe, passes=(*recipe.passes, variant)))
-    for recipe in lossless:
+
+
+def _finer_precision(backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
+    """Ask for other forms of the lossy variants that are close to the best, and for layers back in float."""
+    for recipe in _most_promising(backends, tuned, done):
         for backend in search_space.variants(recipe.backend):
             over = max(map(_speed, done.values()), default=0.0)
             forms = other_forms(dataclasses.replace(recipe, backend=backend), over, done)
