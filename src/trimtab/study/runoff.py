@@ -67,12 +67,16 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
         if ratio is None and not late and not study.interrupted():
             ratio = _measured(study, other, first, until)
         if ratio is None:
-            first = other if fewer_threads(other, first) and _speed(other) > (1 - WORTH) * _speed(first) else first
+            if fewer_threads(other, first) and _speed(other) > (1 - WORTH) * _speed(first):
+                study.notes.append(
+                    f"{other.recipe} goes before {first.recipe}, by the search alone.{_must_bring(first, other)}"
+                )
+                first = other
             continue
         wins, note = _displaces(other, first, ratio), f"{other.recipe} runs at {ratio.multiple()} of {first.recipe}."
         loser, winner = (first, other) if wins else (other, first)
         if (ratio.value > 1) is not wins and fewer_threads(winner, loser):
-            note += f" {threads(loser)} threads in place of {threads(winner)} must bring {WORTH:.0%}."
+            note += _must_bring(loser, winner)
         study.notes.append(f"Timed against each other, {note}")
         first = other if wins else first
     return [first, *[trial for trial in ahead if trial is not first]]
@@ -95,6 +99,10 @@ def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
     if other.recipe.exact == first.recipe.exact:
         return ratio.value > 1
     return ratio.high >= 1 and ratio.value > 1 - WORTH if other.recipe.exact else ratio.low > 1
+
+
+def _must_bring(more: Trial, fewer: Trial) -> str:
+    return f" {threads(more)} threads in place of {threads(fewer)} must bring {WORTH:.0%}."
 
 
 def _speed(trial: Trial) -> float:
