@@ -26,6 +26,9 @@ from trimtab.study.study import Study
 FOLDER = "starts"
 LOAD_S = 1.0
 """Expected seconds of loading saved files in a forked worker, unless half of the cold start is longer."""
+SHORT_STARTS, SHORT_STARTS_S = 24, 30.0
+"""Starts that are planned where they are short, and the maximum of seconds for more than
+:data:`~trimtab.measure.pooled.STARTS`: a small network on two threads has intervals of up to 32% from 12 of them."""
 FINAL = 1.0
 """Duration of a confirmation without its timing, in dry runs of the workload. It starts processes, judges outputs on the test
 data and writes the artifact."""
@@ -63,8 +66,11 @@ def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
     rivals = 1 + (study.to_beat is not None and study.to_beat.recipe != study.baseline)
     found = None if trial is None else trial.comparison
     patience = PATIENCE if found is not None and found.discarded > 2 * found.pairs else 1.0
-    timing_s = count * start_timing(seconds, count).seconds * patience
-    return count * (study.runner.load_s + load_s) + rivals * timing_s + FINAL * study.runner.startup_s
+    start_s = study.runner.load_s + load_s + rivals * start_timing(seconds, count).seconds * patience
+    starts_s = count * start_s
+    if count == STARTS:
+        starts_s = max(starts_s, min(SHORT_STARTS * start_s, SHORT_STARTS_S))
+    return starts_s + FINAL * study.runner.startup_s
 
 
 def earlier(
