@@ -199,10 +199,16 @@ def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, path: str 
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)
     monkeypatch.setattr("trimtab.serve.tuning.SAMPLE_S", 0.02)
+    monkeypatch.setattr("trimtab.serve.tuning.PINNED_GAIN", 1.5)  # a busy machine makes one of two equal samples 5% slower
     given = Options(models={}, **options)
 
+    pinned = False
+
     def make(layout: Layout) -> Deployment:
-        place = pathlib.Path("paced faster" if layout.pinned and "faster" in path else path.removesuffix("faster"))
+        nonlocal pinned
+        pinned |= layout.pinned  # "later": from the pinned instances on, all are faster
+        faster = ("faster" in path and layout.pinned) or ("later" in path and pinned)
+        place = pathlib.Path("paced faster" if faster else path.removesuffix("faster").removesuffix("later"))
         metrics = ModelMetrics("net", "measured")
         return Deployment(place, dataclasses.replace(layout, rows=1), metrics, lambda *_, **__: None)
 
@@ -237,6 +243,14 @@ def test_instances_are_pinned_if_that_is_measured_to_be_faster(tmp_path: pathlib
     assert found.layout == Layout(instances=2, threads=1, rows=8, pinned=True)
     assert re.match(r"  2 x 1 threads, pinned   8: [\d,]+$", found.lines()[-2])
     assert not any(point.pinned for point in measured(tmp_path, monkeypatch, instances=4, threads=1, batch=8).curve)
+
+
+def test_a_machine_that_becomes_faster_does_not_decide_for_pinned_instances(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(tmp_path, monkeypatch, path="paced later", batch=8)
+    assert max(found.curve, key=lambda point: point.rows_per_s).pinned
+    assert not found.chosen.pinned
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,10 @@ def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
     more. The speed of a short call on several threads depends on where the host runs its cores: a small network took 0.042 ms
     in some minutes and 0.070 ms in others, and 0.043 ms in all of them with one thread.
     """
-    if ratio.vague:
-        return ratio.low > 1
     if fewer_threads(other, first):
         return ratio.value > 1 - WORTH
+    if ratio.vague:
+        return ratio.low > 1
     if fewer_threads(first, other):
         return ratio.value > 1 + WORTH
     if other.recipe.exact == first.recipe.exact:
