@@ -441,6 +441,9 @@ def test_what_the_study_saw_of_the_original_counts() -> None:
     machine = pooled(starts, [seen_at(0.7, pace_ns=300_000)])
     assert machine.ratio == alone.ratio, "where the cores themselves were slower, both sides were"
     assert pooled(starts, [seen_at(288.0, foreign=0.1)]).ratio == alone.ratio, "nor do neighbours tell of the model"
+    assert pooled(starts, [seen_at(0.7, slowed=0.75)]).ratio == alone.ratio, "nor does a core that is slow most of the time"
+    disturbed = [dataclasses.replace(each, estimates=(each.ratio.value,) * 2) for each in starts]
+    assert pooled(disturbed, [seen_at(0.41)]).ratio == pooled(disturbed).ratio, "times of disturbed starts tell of the machine"
     varied = pooled(starts, [seen_at(ms) for ms in (0.45, 0.6, 0.5, 0.54)])
     assert varied.ratio.width > 1.5 * alone.ratio.width, "what it varied by during the search is in the prior"
 
