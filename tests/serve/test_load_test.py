@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -14,7 +16,7 @@ from _serving import Server
 
 from trimtab.errors import UsageError
 from trimtab.serve.load_comparison import ROUNDS, compare_servers
-from trimtab.serve.load_test import Load
+from trimtab.serve.load_test import Load, Target, offered
 from trimtab.serve.own_server import address_of
 
 
@@ -52,3 +54,20 @@ def test_two_servers_are_compared_in_turns(net: pathlib.Path, tmp_path: pathlib.
         assert 1 < found.p50.low < found.p50.value < found.p50.high  # one of them waits for fuller batches
         assert found.errors == ({}, {})
         assert "second against first at 40/s, 10 periods each: p50" in str(found)
+
+
+def test_a_client_that_stood_still_says_so() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readline():
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def run(pause_s: float) -> Load:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            asyncio.get_running_loop().call_later(0.1, time.sleep, pause_s)
+            return await offered(Target("127.0.0.1", port, b"GET /\n"), rate=200.0, seconds=0.3)
+
+    stood = asyncio.run(run(0.6))
+    assert stood.ok == stood.sent
+    assert stood.latest_s > 0.4
+    assert f"; the client stood still for {stood.latest_s:.2f} s" in str(stood)

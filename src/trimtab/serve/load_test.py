@@ -29,8 +29,9 @@ QUANTILES = (0.5, 0.99, 0.999)
 MOST_CONNECTIONS = 1000
 TIMEOUT_S = 30.0
 """Seconds after which a request counts as an error."""
-LATE_SHARE = 0.2
-"""If arrivals were sent this share of the median latency too late at their median, the client was the bottleneck."""
+LATE_SHARE, STOOD_S = 0.2, 0.25
+"""If arrivals were sent this share of the median latency too late at their median, the client was the bottleneck. If one was
+sent so many seconds too late, the client or the whole machine stood still, as virtual machines do."""
 FIRST_RATE, STEPS = 20.0, 5
 
 
@@ -66,11 +67,14 @@ class Load:
     """Answers with 200 per second, within the limit if there is one."""
     late: bool
     """Whether the client itself could not keep the rate."""
+    latest_s: float
+    """The maximum delay with which an arrival was sent: so long the client, or the whole machine, stood still."""
 
     def __str__(self) -> str:
         errors = ", ".join(f"{count} x {kind}" for kind, count in self.errors.items()) or "none"
         shown = "; ".join(map(str, self.quantiles)) or "no answer"
         text = f"{self.rate:,.4g}/s: {shown}; goodput {self.goodput:,.4g}/s; errors: {errors}"
+        text += f"; the client stood still for {self.latest_s:.2f} s" if self.latest_s >= STOOD_S else ""
         return f"{text}; the client could not keep this rate" if self.late else text
 
     def keeps(self, limit_s: float) -> bool:
@@ -264,6 +268,7 @@ async def offered(target: Target, rate: float, seconds: float, limit_s: float | 
         quantiles=found,
         goodput=len(good) / seconds,
         late=late,
+        latest_s=max(lags, default=0.0),
     )
 
 
