@@ -284,7 +284,7 @@ HEAD = " ".join(f"{name:<{width}}" for name, width in zip(COLUMNS, WIDTHS, stric
 def measure(script: Script, asked: argparse.Namespace, scratch: pathlib.Path) -> Row:
     """Everything about one script, within about ``asked.each`` seconds."""
     begun, host, row = time.monotonic(), Host({os.getpid()}), Row(script=script)
-    before = host.snapshot()
+    before, children_s = host.snapshot(), ended_children_s()
     written, rivals = Side(script, script.copied(scratch / "written")), list[Side]()
     try:
         if not asked.only_by_hand:
@@ -306,8 +306,16 @@ def measure(script: Script, asked: argparse.Namespace, scratch: pathlib.Path) ->
             row.tuned, row.drift = ratios[0], drift(written.printed, rivals[0].printed)
     except RunError as error:
         row.problems.append(" ".join(str(error).split()))
-    row.foreign, row.seconds = foreign(before, host.snapshot()), round(time.monotonic() - begun, 1)
+    row.seconds = round(time.monotonic() - begun, 1)
+    if (share := foreign(before, after := host.snapshot())) is not None and after is not None:
+        row.foreign = max(0.0, share - (ended_children_s() - children_s) / (row.seconds * after.cpus))
     return row
+
+
+def ended_children_s() -> float:
+    """CPU time of the processes that ended, which a snapshot of the running ones does not hold."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def diagnosed(row: Row, found: dict[str, Any]) -> None:

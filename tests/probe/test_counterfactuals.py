@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -16,7 +17,7 @@ from trimtab.errors import UsageError
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence, fingerprints
-from trimtab.probe.counterfactuals import Outcome, confirm, measure
+from trimtab.probe.counterfactuals import OUT_OF_TIME, Outcome, compare_losses, confirm, measure
 from trimtab.probe.loss_runs import verdict
 from trimtab.probe.serving import failure
 from trimtab.probe.tuning import _choices
@@ -80,6 +81,20 @@ def test_settings_are_timed_in_turns_with_their_losses(script: pathlib.Path) -> 
     assert read.gain is not None
     assert read.how == "fresh processes"
     assert "anomaly mode off" in told
+
+
+def test_what_the_evidence_puts_first_is_measured_first_and_late_losses_are_compared(script: pathlib.Path) -> None:
+    """A short budget is enough for the first remedy only, which may need processes of its own."""
+    command, told = Command.of(script, args=["4000"]), list[str]()
+    loader = ScriptSettings(loaders={"train.py:11": LoaderSettings(batch_fetch=True)})
+    asked = [loader, ScriptSettings(debug_off=True)]
+    late, other = measure(command, record(start_s=100.0), asked, seconds=103, on_progress=told.append)
+    assert (late.how, late.losses, late.gain is None) == ("fresh processes", "not compared", False)
+    assert told == [f"in fresh processes: {described(loader)}"]
+    assert other.failed == OUT_OF_TIME
+    faster = dataclasses.replace(late, gain=Interval(2.0, 1.8, 2.2))
+    assert compare_losses(command, record(), [faster, other], seconds=60)[0].losses == "equal"
+    assert compare_losses(command, record(), [faster], seconds=1) == [faster]
 
 
 def test_a_script_that_crashes_with_settings_goes_on_with_the_next(script: pathlib.Path) -> None:

@@ -73,12 +73,28 @@ def measure(
     as soon as it is known, and again when its losses were compared.
 
     Settings that can be switched between two steps are timed in turns in one process, which starts once. Settings that are
-    chosen when objects are made get a process of their own. Losses are compared for those that may be faster, the fastest
-    first. Settings with which the script crashes are ``failed`` with its last exception; the others go on.
+    chosen when objects are made get a process of their own, after the others unless they come first in ``settings``. Losses are
+    compared for those that may be faster, the fastest first. Settings with which the script crashes are ``failed`` with its
+    last exception; the others go on.
     """
     measuring = _Measuring(command, record, seconds, in_place, on_progress)
     measuring.keep = on_outcome or measuring.keep
     return measuring.run(settings)
+
+
+def compare_losses(
+    command: Command,
+    record: ProbeRecord,
+    outcomes: Sequence[Outcome],
+    *,
+    seconds: float,
+    in_place: bool = False,
+    on_progress: OnProgress = None,
+) -> list[Outcome]:
+    """``outcomes`` of :func:`measure` with the losses that there was no time for, of those that may be faster."""
+    if not any(map(_needs_losses, outcomes)):
+        return list(outcomes)
+    return _Measuring(command, record, seconds, in_place, on_progress).with_all_losses(outcomes)
 
 
 def confirm(
@@ -115,19 +131,32 @@ class _Measuring:
     def run(self, settings: Sequence[ScriptSettings]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
         fresh = [i for i, each in enumerate(settings) if each.fresh]
-        switched = [i for i, each in enumerate(settings) if not each.fresh]
-        found |= self._screen({i: settings[i] for i in switched}, len(fresh))
-        for place, i in enumerate(fresh):
-            self.told(f"in fresh processes: {described(settings[i])}")
-            seconds = self._seconds_for(len(fresh) - place, 2 * (len(fresh) - place))
-            found[i] = self.in_fresh(settings[i], seconds) if self._time_for(seconds) else _failed(settings[i], OUT_OF_TIME)
-            self.keep(found[i])
-        for i in sorted(found, key=lambda i: -_promise(found[i])):
-            if _promise(found[i]) > 1.0 and settings[i].without is None and self.left > self.losses.run_s:
-                self.told(f"comparing the losses: {described(settings[i])}")
+        switched = {i: each for i, each in enumerate(settings) if not each.fresh}
+        first = [i for i in fresh if i < min(switched, default=len(settings))]  # by the evidence these bring the most
+        self._in_fresh_each(first, settings, found, len(settings))
+        found |= self._screen(switched, len(fresh) - len(first))
+        self._in_fresh_each(fresh[len(first) :], settings, found, len(fresh) - len(first))
+        return self.with_all_losses([found[i] for i in range(len(settings))])
+
+    def with_all_losses(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """``outcomes`` with the losses compared of those that may be faster, the fastest first, while there is time."""
+        found = list(outcomes)
+        for i in sorted(range(len(found)), key=lambda i: -_promise(found[i])):
+            if _needs_losses(found[i]) and self.left > self.losses.run_s:
+                self.told(f"comparing the losses: {described(found[i].settings)}")
                 found[i] = self.with_losses(found[i])
                 self.keep(found[i])
-        return [found[i] for i in range(len(settings))]
+        return found
+
+    def _in_fresh_each(
+        self, which: Sequence[int], settings: Sequence[ScriptSettings], found: dict[int, Outcome], comparisons: int
+    ) -> None:
+        """Add to ``found`` those of ``settings`` that take fresh processes; ``comparisons`` are left, these included."""
+        for place, i in enumerate(which):
+            self.told(f"in fresh processes: {described(settings[i])}")
+            seconds = self._seconds_for(comparisons - place, 2 * (len(which) - place))
+            found[i] = self.in_fresh(settings[i], seconds) if self._time_for(seconds) else _failed(settings[i], OUT_OF_TIME)
+            self.keep(found[i])
 
     def _seconds_for(self, comparisons: int, starts: int) -> float:
         """Seconds of one of the ``comparisons`` that are left, between which the script must be started ``starts`` times."""
@@ -266,3 +295,8 @@ def _failed(settings: ScriptSettings, why: str) -> Outcome:
 def _promise(outcome: Outcome) -> float:
     """The speed-up that is possible; 0 if there is none."""
     return outcome.gain.high if outcome.gain is not None and outcome.gain.value > 1.0 else 0.0
+
+
+def _needs_losses(outcome: Outcome) -> bool:
+    """Whether the settings may be faster, can be kept, and their losses were not compared."""
+    return _promise(outcome) > 1.0 and outcome.settings.without is None and outcome.losses == "not compared"
