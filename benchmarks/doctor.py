@@ -306,9 +306,10 @@ def measure(script: Script, asked: argparse.Namespace, scratch: pathlib.Path) ->
             row.tuned, row.drift = ratios[0], drift(written.printed, rivals[0].printed)
     except RunError as error:
         row.problems.append(" ".join(str(error).split()))
-    row.seconds = round(time.monotonic() - begun, 1)
-    if (share := foreign(before, after := host.snapshot())) is not None and after is not None:
-        row.foreign = max(0.0, share - (ended_children_s() - children_s) / (row.seconds * after.cpus))
+    elapsed_s, after = time.monotonic() - begun, host.snapshot()
+    if (share := foreign(before, after)) is not None and after is not None:
+        row.foreign = max(0.0, share - (ended_children_s() - children_s) / (elapsed_s * after.cpus))
+    row.seconds = round(elapsed_s, 1)
     return row
 
 

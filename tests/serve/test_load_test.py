@@ -60,6 +60,7 @@ def test_a_client_that_stood_still_says_so() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readline():
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
 
     async def run(pause_s: float) -> Load:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:

@@ -251,7 +251,7 @@ def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload 
 
 def confirm_s(study: Study, budget_s: float) -> float:
     """Seconds reserved for the confirmation and the explanations, at most the share :data:`RESERVED` of the budget."""
-    likely_s = confirmation_starts.expected_s(study, study.leader, CONFIRM * study.options.timing_s)
+    likely_s = confirmation_starts.expected_s(study, study.leader, CONFIRM * study.options.timing_s, budget_s)
     return min(likely_s + EXPLAINING * study.runner.startup_s, RESERVED * budget_s)
 
 

@@ -47,6 +47,8 @@ class Outcome:
     failed: str | None = None
     """Why there is no gain, as a sentence."""
     how: Literal["one process", "fresh processes"] = "one process"
+    undecided: bool = False
+    """Whether the losses were compared, and told nothing."""
     one_thread: bool = False
     """Whether both sides computed with one thread, because other processes used the CPUs."""
 
@@ -92,7 +94,7 @@ def compare_losses(
     on_progress: OnProgress = None,
 ) -> list[Outcome]:
     """``outcomes`` of :func:`measure` with the losses that there was no time for, of those that may be faster."""
-    if not any(map(_needs_losses, outcomes)):
+    if not any(map(needs_losses, outcomes)):
         return list(outcomes)
     return _Measuring(command, record, seconds, in_place, on_progress).with_all_losses(outcomes)
 
@@ -132,29 +134,35 @@ class _Measuring:
         found: dict[int, Outcome] = {}
         fresh = [i for i, each in enumerate(settings) if each.fresh]
         switched = {i: each for i, each in enumerate(settings) if not each.fresh}
-        first = [i for i in fresh if i < min(switched, default=len(settings))]  # by the evidence these bring the most
-        self._in_fresh_each(first, settings, found, len(settings))
+        remedies = [i for i, each in switched.items() if each.without is None]
+        first = [i for i in fresh if i < min(remedies, default=len(settings))]  # by the evidence these bring the most
+        self._in_fresh_each(first, settings, found, len(settings), 2 * (len(fresh) - len(first)) + bool(switched))
         found |= self._screen(switched, len(fresh) - len(first))
-        self._in_fresh_each(fresh[len(first) :], settings, found, len(fresh) - len(first))
+        self._in_fresh_each(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)
         return self.with_all_losses([found[i] for i in range(len(settings))])
 
     def with_all_losses(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """``outcomes`` with the losses compared of those that may be faster, the fastest first, while there is time."""
         found = list(outcomes)
         for i in sorted(range(len(found)), key=lambda i: -_promise(found[i])):
-            if _needs_losses(found[i]) and self.left > self.losses.run_s:
+            if needs_losses(found[i]) and self.left > self.losses.next_s:
                 self.told(f"comparing the losses: {described(found[i].settings)}")
                 found[i] = self.with_losses(found[i])
                 self.keep(found[i])
         return found
 
     def _in_fresh_each(
-        self, which: Sequence[int], settings: Sequence[ScriptSettings], found: dict[int, Outcome], comparisons: int
+        self,
+        which: Sequence[int],
+        settings: Sequence[ScriptSettings],
+        found: dict[int, Outcome],
+        comparisons: int,
+        later_starts: int,
     ) -> None:
         """Add to ``found`` those of ``settings`` that take fresh processes; ``comparisons`` are left, these included."""
         for place, i in enumerate(which):
             self.told(f"in fresh processes: {described(settings[i])}")
-            seconds = self._seconds_for(comparisons - place, 2 * (len(which) - place))
+            seconds = self._seconds_for(comparisons - place, 2 * (len(which) - place) + later_starts)
             found[i] = self.in_fresh(settings[i], seconds) if self._time_for(seconds) else _failed(settings[i], OUT_OF_TIME)
             self.keep(found[i])
 
@@ -272,7 +280,8 @@ class _Measuring:
         if outcome.gain is None:
             return outcome
         try:
-            return dataclasses.replace(outcome, losses=self.losses.compare(outcome.settings))
+            losses = self.losses.compare(outcome.settings)
+            return dataclasses.replace(outcome, losses=losses, undecided=losses == "not compared")
         except RunFailed as error:
             return dataclasses.replace(outcome, gain=None, failed=str(error))
 
@@ -297,6 +306,7 @@ def _promise(outcome: Outcome) -> float:
     return outcome.gain.high if outcome.gain is not None and outcome.gain.value > 1.0 else 0.0
 
 
-def _needs_losses(outcome: Outcome) -> bool:
+def needs_losses(outcome: Outcome) -> bool:
     """Whether the settings may be faster, can be kept, and their losses were not compared."""
-    return _promise(outcome) > 1.0 and outcome.settings.without is None and outcome.losses == "not compared"
+    untold = outcome.losses == "not compared" and not outcome.undecided
+    return _promise(outcome) > 1.0 and outcome.settings.without is None and untold

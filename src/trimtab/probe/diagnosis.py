@@ -69,9 +69,12 @@ def diagnose(
         # nothing is there to be confirmed together, so the time kept for that goes to what was not measured
         rest = [finding for finding in found if finding.settings in late]
         outcomes = [*asked.single(rest, seconds - (time.monotonic() - began)), *outcomes]
-    outcomes = counterfactuals.compare_losses(
-        command, record, outcomes, seconds=seconds - (time.monotonic() - began), in_place=in_place, on_progress=on_progress
-    )
+    if not patch and sum(one.pays or counterfactuals.needs_losses(one) for one in outcomes) < 2:
+        # nothing else needs the time that is left
+        left = seconds - (time.monotonic() - began)
+        outcomes = counterfactuals.compare_losses(
+            command, record, outcomes, seconds=left, in_place=in_place, on_progress=on_progress
+        )
     findings = sorted((_judged(finding, outcomes) for finding in found), key=_order)
     left = seconds - (time.monotonic() - began)
     together = asked.together(findings, left / 2 if patch else left)

@@ -45,11 +45,13 @@ class LossRuns:
         self.steps = max(8, min(STEPS, int(LONGEST_S / step_s)))
         self._seconds = 3 * record.start_s + 4 * self.steps * step_s + 20.0
         self._written: dict[bool, tuple[Values, Values]] = {}
+        self._at_once = 2 if record.cores >= 2 and record.device == "cpu" else 1
 
     @property
-    def run_s(self) -> float:
-        """Estimated seconds of one run."""
-        return self._record.start_s + self.steps * self._record.step_ms / 1e3
+    def next_s(self) -> float:
+        """Estimated seconds of the next comparison; the first one has three runs."""
+        runs = 1 if self._written else math.ceil(3 / self._at_once)
+        return runs * (self._record.start_s + self.steps * self._record.step_ms / 1e3)
 
     def compare(self, settings: ScriptSettings) -> Losses:
         """How the losses with ``settings`` differ from those as written.
@@ -69,8 +71,7 @@ class LossRuns:
         plans: list[dict[str, Any]] = [{"settings": to_json(settings), "still": still}]
         if still not in self._written:
             plans += [{"still": still}, {"still": still, "shake": 1}]
-        at_once = 2 if self._record.cores >= 2 and self._record.device == "cpu" else 1
-        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        with concurrent.futures.ThreadPoolExecutor(self._at_once) as pool:
             jobs = [pool.submit(self._run, plan) for plan in plans]
         if len(jobs) > 1:
             try:

@@ -31,7 +31,7 @@ TIMEOUT_S = 30.0
 """Seconds after which a request counts as an error."""
 LATE_SHARE, STOOD_S = 0.2, 0.25
 """If arrivals were sent this share of the median latency too late at their median, the client was the bottleneck. If one was
-sent so many seconds too late, the client or the whole machine stood still, as virtual machines do."""
+sent so many seconds too late by a client that kept the rate, it or the whole machine stood still, as virtual machines do."""
 FIRST_RATE, STEPS = 20.0, 5
 
 
@@ -68,14 +68,15 @@ class Load:
     late: bool
     """Whether the client itself could not keep the rate."""
     latest_s: float
-    """The maximum delay with which an arrival was sent: so long the client, or the whole machine, stood still."""
+    """The maximum delay with which an arrival was sent. Unless :attr:`late`, the client or the machine stood still so long."""
 
     def __str__(self) -> str:
         errors = ", ".join(f"{count} x {kind}" for kind, count in self.errors.items()) or "none"
         shown = "; ".join(map(str, self.quantiles)) or "no answer"
         text = f"{self.rate:,.4g}/s: {shown}; goodput {self.goodput:,.4g}/s; errors: {errors}"
-        text += f"; the client stood still for {self.latest_s:.2f} s" if self.latest_s >= STOOD_S else ""
-        return f"{text}; the client could not keep this rate" if self.late else text
+        if self.late:
+            return f"{text}; the client could not keep this rate"
+        return f"{text}; the client stood still for {self.latest_s:.2f} s" if self.latest_s >= STOOD_S else text
 
     def keeps(self, limit_s: float) -> bool:
         """Whether all were answered and the p99 is within ``limit_s``."""

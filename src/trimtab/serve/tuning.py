@@ -158,14 +158,17 @@ async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[
     if not curve:
         raise StartError("UsageError", f"{path}: no layout fits into --memory {options.memory_mb} MB. Allow more.")
     chosen = choice(curve, options.p99_s, options.objective)
-    if can_be_pinned(chosen.instances, chosen.threads, cores):
+    if can_be_pinned(chosen.instances, chosen.threads, cores) and time.monotonic() - start < BUDGET_S:
         fixed, until = dataclasses.replace(options, batch=chosen.rows), (start + BUDGET_S, start + BUDGET_S)
         layout = Layout(chosen.instances, chosen.threads)
-        pinned = await _measured(dataclasses.replace(layout, pinned=True), fixed, make, until, log)
-        curve += pinned
-        if _pays(pinned, chosen):  # measured once more without, so that a machine that became faster does not decide
-            again = await _measured(layout, fixed, make, until, log)
-            chosen = pinned[0] if all(_pays(pinned, point) for point in again) else chosen
+        try:
+            pinned = await _measured(dataclasses.replace(layout, pinned=True), fixed, make, until, log)
+            curve += pinned
+            if _pays(pinned, chosen):  # measured once more without, so that a machine that became faster does not decide
+                again = await _measured(layout, fixed, make, until, log)
+                chosen = pinned[0] if again and _pays(pinned, again[0]) else chosen
+        except StartError as error:
+            log("pinned instances left out", reason=str(error))
     found = Tuning(chosen=chosen, curve=tuple(curve), seconds=time.monotonic() - start)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ from trimtab.study.study import Study
 FOLDER = "starts"
 LOAD_S = 1.0
 """Expected seconds of loading saved files in a forked worker, unless half of the cold start is longer."""
-SHORT_STARTS, SHORT_STARTS_S = 24, 30.0
-"""Starts that are planned where they are short, and the maximum of seconds for more than
+SHORT_STARTS, SHORT_SHARE = 24, 0.25
+"""Starts that are planned where they are short, and the maximum share of the budget for more than
 :data:`~trimtab.measure.pooled.STARTS`: a small network on two threads has intervals of up to 32% from 12 of them."""
 FINAL = 1.0
 """Duration of a confirmation without its timing, in dry runs of the workload. It starts processes, judges outputs on the test
@@ -53,8 +53,9 @@ def expected(study: Study, trial: Trial, seconds: float) -> int:
     return number_of_starts(found.candidate.median / 1e3, found.rival.median / 1e3, seconds)
 
 
-def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
-    """Expected duration in seconds of a confirmation of ``trial`` with ``seconds`` of timing; ``None`` stands for any trial.
+def expected_s(study: Study, trial: Trial | None, seconds: float, budget_s: float) -> float:
+    """Expected duration in seconds of a confirmation of ``trial`` with ``seconds`` of timing, in a study of ``budget_s``;
+    ``None`` stands for any trial.
 
     Saved files load in less than the cold start of the trial, because forked workers have imported most already. If most blocks
     of the trial were discarded because of load on the CPU, timing takes its full time.
@@ -69,7 +70,7 @@ def expected_s(study: Study, trial: Trial | None, seconds: float) -> float:
     start_s = study.runner.load_s + load_s + rivals * start_timing(seconds, count).seconds * patience
     starts_s = count * start_s
     if count == STARTS:
-        starts_s = max(starts_s, min(SHORT_STARTS * start_s, SHORT_STARTS_S))
+        starts_s = max(starts_s, min(SHORT_STARTS * start_s, SHORT_SHARE * budget_s))
     return starts_s + FINAL * study.runner.startup_s
 
 

@@ -87,8 +87,8 @@ def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
 
     A lossy trial must surely be faster than an exact one. An exact trial displaces a lossy one that it may equal in speed,
     unless it seems slower by more than :data:`~trimtab.study.ranking.WORTH`; so does a trial of fewer threads displace one of
-    more. The speed of a short call on several threads depends on where the host runs its cores: a small network took 0.042 ms
-    in some minutes and 0.070 ms in others, and 0.043 ms in all of them with one thread.
+    more, even if the ratio is unclear. The speed of a short call on several threads depends on where the host runs its cores: a
+    small network took 0.042 ms in some minutes and 0.070 ms in others, and 0.043 ms in all of them with one thread.
     """
     if fewer_threads(other, first):
         return ratio.value > 1 - WORTH
