@@ -120,3 +120,21 @@ def test_what_noise_hid_is_measured_once_more(parts: Parts, command: Command, mo
     assert parts.asked[1] == WORKERS
     assert found.findings[1].gain == Interval(1.7, 1.6, 1.8)
     assert found.findings[1].losses == "equal"
+
+
+def test_losses_are_compared_late_if_nothing_else_needs_the_time(
+    parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare_losses(command: Command, seen: Any, outcomes: Sequence[Outcome], **options: Any) -> list[Outcome]:
+        parts.asked.append("losses")
+        return [dataclasses.replace(one, losses="equal") if one.settings == WORKERS else one for one in outcomes]
+
+    monkeypatch.setattr(diagnosis.counterfactuals, "compare_losses", compare_losses)
+    monkeypatch.setitem(GAINS, "workers", dataclasses.replace(GAINS["workers"], losses="not compared"))
+    diagnosis.diagnose(command)
+    assert "losses" not in parts.asked, "two others may pay, and all together are measured in that time"
+    for name in ("fused", "logging"):
+        monkeypatch.setitem(GAINS, name, Outcome(settings=GAINS[name].settings, failed="The script failed."))
+    found = {one.rule: one for one in diagnosis.diagnose(command).findings}
+    assert found["workers_few"].losses == "equal"
+    assert found["workers_few"].unmeasured is None
