@@ -28,7 +28,7 @@ from trimtab.errors import MeasurementError
 from trimtab.measure import pairs
 from trimtab.measure.host import Share
 from trimtab.measure.pairs import Block, Progress, Quad, compare, quick
-from trimtab.measure.pooled import DRIFT, MOST_STARTS, PRIOR_STARTS, STARTS, narrow, number_of_starts, pooled
+from trimtab.measure.pooled import DISTURBED_DRIFT, DRIFT, MOST_STARTS, PRIOR_STARTS, STARTS, narrow, number_of_starts, pooled
 from trimtab.measure.quantiles import t_quantile
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
@@ -444,6 +444,10 @@ def test_what_the_study_saw_of_the_original_counts() -> None:
     assert pooled(starts, [seen_at(0.7, slowed=0.75)]).ratio == alone.ratio, "nor does a core that is slow most of the time"
     disturbed = [dataclasses.replace(each, estimates=(each.ratio.value,) * 2) for each in starts]
     assert pooled(disturbed, [seen_at(0.41)]).ratio == pooled(disturbed).ratio, "times of disturbed starts tell of the machine"
+    wide = math.hypot(math.log(alone.ratio.high / 10.0), 1.96 * math.sqrt(DISTURBED_DRIFT**2 - DRIFT**2))
+    assert math.log(pooled(disturbed).ratio.high / 10.0) == pytest.approx(wide, rel=0.01), (
+        "from minute to minute it differs more"
+    )
     varied = pooled(starts, [seen_at(ms) for ms in (0.45, 0.6, 0.5, 0.54)])
     assert varied.ratio.width > 1.5 * alone.ratio.width, "what it varied by during the search is in the prior"
 
