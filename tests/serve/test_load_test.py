@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import pathlib
@@ -73,4 +74,6 @@ def test_a_client_that_stood_still_says_so() -> None:
     stood = asyncio.run(run(0.4))
     assert stood.ok == stood.sent
     assert stood.latest_s > 0.3
-    assert f"; the client stood still for {stood.latest_s:.2f} s" in str(stood)
+    words = f"; the client stood still for {stood.latest_s:.2f} s"
+    assert words in str(dataclasses.replace(stood, late=False))
+    assert words not in str(dataclasses.replace(stood, late=True)), "a client that cannot keep the rate is as late"
