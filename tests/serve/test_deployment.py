@@ -199,18 +199,12 @@ def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, path: str 
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)
     monkeypatch.setattr("trimtab.serve.tuning.SAMPLE_S", 0.02)
-    monkeypatch.setattr("trimtab.serve.tuning.PINNED_GAIN", 1.5)  # a busy machine makes one of two equal samples 5% slower
+    monkeypatch.setattr("trimtab.serve.tuning.PINNED_GAIN", 4.0)  # a busy machine makes one of two equal samples slower
     given = Options(models={}, **options)
 
-    pinned = False
-
     def make(layout: Layout) -> Deployment:
-        nonlocal pinned
-        pinned |= layout.pinned  # "later": from the pinned instances on, all are faster
-        faster = ("faster" in path and layout.pinned) or ("later" in path and pinned)
-        place = pathlib.Path("paced faster" if faster else path.removesuffix("faster").removesuffix("later"))
         metrics = ModelMetrics("net", "measured")
-        return Deployment(place, dataclasses.replace(layout, rows=1), metrics, lambda *_, **__: None)
+        return Deployment(pathlib.Path(path), dataclasses.replace(layout, rows=1), metrics, lambda *_, **__: None)
 
     return asyncio.run(tuned(pathlib.Path(path), given, make, lambda *_, **__: None))
 
@@ -238,19 +232,55 @@ def test_a_batch_that_the_model_does_not_bear_is_not_chosen(tmp_path: pathlib.Pa
         measured(tmp_path, monkeypatch, path="paced small", batch=16)
 
 
-def test_instances_are_pinned_if_that_is_measured_to_be_faster(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(tmp_path, monkeypatch, path="paced faster", batch=8)
-    assert found.layout == Layout(instances=2, threads=1, rows=8, pinned=True)
-    assert re.match(r"  2 x 1 threads, pinned   8: [\d,]+$", found.lines()[-2])
-    assert not any(point.pinned for point in measured(tmp_path, monkeypatch, instances=4, threads=1, batch=8).curve)
+@pytest.mark.parametrize(
+    ("rates", "pinned"),
+    [
+        ({"before": 100.0, "pinned": 110.0, "after": 101.0}, True),
+        ({"before": 100.0, "pinned": 104.0}, False),
+        ({"before": 100.0, "pinned": 200.0, "after": 200.0}, False),  # the machine became faster
+        ({"before": 100.0, "pinned": 200.0}, False),  # it does not fit into the memory once more
+        ({"before": 100.0}, False),  # it does not start
+    ],
+)
+def test_instances_are_pinned_if_they_are_faster_than_before_and_after(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, float], pinned: bool
+) -> None:
+    asked = list[Layout]()
+
+    async def stored(layout: Layout, *_: Any) -> list[Point]:
+        asked.append(layout)
+        name = "pinned" if layout.pinned else "after" if any(one.pinned for one in asked) else "before"
+        if name == "pinned" and name not in rates:
+            raise StartError("RuntimeFailure", "no cores")
+        rate = rates.get(name) if layout.instances == 2 else 10.0
+        return (
+            []
+            if rate is None
+            else [
+                Point(
+                    instances=layout.instances,
+                    threads=layout.threads,
+                    rows=8,
+                    rows_per_s=rate,
+                    batch_s=8 / rate,
+                    dispatch_s=0.0,
+                    pinned=layout.pinned,
+                )
+            ]
+        )
+
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
+    monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)
+    monkeypatch.setattr("trimtab.serve.tuning._measured", stored)
+    found = asyncio.run(tuned(tmp_path, Options(models={}), lambda layout: pytest.fail("none is made"), lambda *_, **__: None))
+    assert found.layout == Layout(instances=2, threads=1, rows=8, pinned=pinned)
+    assert ("2 x 1 threads, pinned   8: " in "\n".join(found.lines())) is ("pinned" in rates)
 
 
-def test_a_machine_that_becomes_faster_does_not_decide_for_pinned_instances(
+def test_instances_that_cannot_have_cores_of_their_own_are_not_pinned(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = measured(tmp_path, monkeypatch, path="paced later", batch=8)
-    assert max(found.curve, key=lambda point: point.rows_per_s).pinned
-    assert not found.chosen.pinned
+    assert not any(point.pinned for point in measured(tmp_path, monkeypatch, instances=4, threads=1, batch=8).curve)
 
 
 @pytest.mark.parametrize(
