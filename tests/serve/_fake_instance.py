@@ -1,7 +1,7 @@
 """An instance without torch, which starts at once: ``y = 2 x``; some values of ``x`` make it fail, hang or die.
 
 If "paced" is in the path, a batch of up to 8 rows takes 10 ms, and each further row 5 ms more; it says that computing took a
-quarter of a millisecond for each row. If "faster" is there too, it takes half of that, and with "small" it fails on 8 rows.
+quarter of a millisecond for each row. If "small" is there too, it fails on 8 rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         if SLOW in x:
             time.sleep(0.4)
         if "paced" in path:
-            time.sleep((0.005 if "faster" in path else 0.01) * (1 + max(rows - 8, 0) / 2))
+            time.sleep(0.01 * (1 + max(rows - 8, 0) / 2))
         if FAIL in x or ("small" in path and rows >= 8):
             answer = pack({"id": 0, "error": "The model failed: it was asked to.", "input": False})
         else:

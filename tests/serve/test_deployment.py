@@ -253,21 +253,10 @@ def test_instances_are_pinned_if_they_are_faster_than_before_and_after(
         if name == "pinned" and name not in rates:
             raise StartError("RuntimeFailure", "no cores")
         rate = rates.get(name) if layout.instances == 2 else 10.0
-        return (
-            []
-            if rate is None
-            else [
-                Point(
-                    instances=layout.instances,
-                    threads=layout.threads,
-                    rows=8,
-                    rows_per_s=rate,
-                    batch_s=8 / rate,
-                    dispatch_s=0.0,
-                    pinned=layout.pinned,
-                )
-            ]
-        )
+        if rate is None:
+            return []
+        kind = {"instances": layout.instances, "threads": layout.threads, "pinned": layout.pinned}
+        return [Point(**kind, rows=8, rows_per_s=rate, batch_s=8 / rate, dispatch_s=0.0)]
 
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)

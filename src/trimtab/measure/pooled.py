@@ -66,8 +66,8 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
         drift: relative standard deviation between minutes, in place of the default.
     """
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
-    quiet = [each for each in seen if each.undisturbed is not None or each.foreign + each.stolen <= QUIET]
-    quiet = [each for each in quiet if each.slowed <= SLOW_SHARE]
+    unshared = [each for each in seen if each.undisturbed is not None or each.foreign + each.stolen <= QUIET]
+    quiet = [each for each in unshared if each.slowed <= SLOW_SHARE]
     known = _at_the_same_pace([each.rival for each in quiet], starts)
     halves = [_half_width(found.sampling or found.ratio) for found in starts]
     error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2

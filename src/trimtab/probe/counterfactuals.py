@@ -94,7 +94,7 @@ def compare_losses(
     on_progress: OnProgress = None,
 ) -> list[Outcome]:
     """``outcomes`` of :func:`measure` with the losses that there was no time for, of those that may be faster."""
-    if not any(map(needs_losses, outcomes)):
+    if seconds <= 0 or not any(map(needs_losses, outcomes)):
         return list(outcomes)
     return _Measuring(command, record, seconds, in_place, on_progress).with_all_losses(outcomes)
 
