@@ -195,12 +195,10 @@ class ManualStep(Step):
                 return False
         self.scaler.unscale_(optimizer)
         self._unscaled = True
-        grads = gradients_of(parameters)
-        self._unweight(grads, total if self._weighted_losses else None)
+        self._unweight(gradients_of(parameters), total if self._weighted_losses else None)
         if self.hooks is not None:
             self.hooks.call("after_backward")
-            grads = gradients_of(parameters)
-        check, norm = self.bounded(grads)
+        check, norm = self.bounded(parameters)
         if check is None:
             check = torch.zeros((), device=self._done.check.device)
         applied, overflowed = self._judged(check, optimizer)
@@ -231,8 +229,7 @@ class ManualStep(Step):
             discard(parameters)
             with torch.enable_grad(), self.precision():
                 loss = closure()
-            grads = gradients_of(parameters)
-            check, _ = self.bounded(grads)
+            check, _ = self.bounded(parameters)
             if check is not None:
                 self._judged(check, optimizer)
             return loss.detach()

@@ -239,28 +239,31 @@ class Step:
         self.clock.enter("optimizer")
         if self._scales:
             self.scaler.unscale_(self.optimizer)
-        grads = gradients_of(parameters)
         if total is not None or self.world.averages:
-            self._unweight(grads, total)
+            self._unweight(gradients_of(parameters), total)
         if self.hooks is not None:
             self.hooks.call("after_backward")
-            grads = gradients_of(self._parameters)
-        check, norm = self.bounded(grads)
+            parameters = self._parameters
+        check, norm = self.bounded(parameters)
         return self._checked(Update(loss, loss if check is None else check, norm, applied=True))
 
-    def bounded(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Clip ``grads`` once, by the norm of all of them.
+    def bounded(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Clip the gradients of ``parameters`` once, by the norm of all of them. They are read only if something needs them.
 
         Returns:
             A scalar that is finite if all are, and ``None`` if there is no check; and the norm before, if it was computed.
         """
-        norm = self.world.norm(grads) if self._norm_wanted(grads) else None
-        clip = self.settings.optimizer.clip_norm
-        if clip is not None and norm is not None:
-            self.world.scale(grads, (clip / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
-        check = self.world.total(grads) if norm is None and self.settings.optimizer.nonfinite != "ignore" else norm
-        if self.settings.optimizer.clip_value is not None:
-            clip_values(grads, self.settings.optimizer.clip_value)
+        asked = self.settings.optimizer
+        checked, norm_wanted = asked.nonfinite != "ignore", self._norm_wanted()
+        if not (checked or norm_wanted or asked.clip_value is not None):
+            return None, None
+        grads = gradients_of(parameters)
+        norm = self.world.norm(grads) if norm_wanted else None
+        if asked.clip_norm is not None and norm is not None:
+            self.world.scale(grads, (asked.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
+        check = self.world.total(grads) if norm is None and checked else norm
+        if asked.clip_value is not None:
+            clip_values(grads, asked.clip_value)
         return check, norm
 
     def _step(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
@@ -381,9 +384,9 @@ class Step:
             return False
         return True
 
-    def _norm_wanted(self, grads: Sequence[torch.Tensor]) -> bool:
+    def _norm_wanted(self) -> bool:
         """Whether this update computes the norm; a GPU takes all norms in one kernel, but one sum after the other."""
-        on_gpu = bool(grads) and grads[0].is_cuda and self.settings.optimizer.nonfinite != "ignore"
+        on_gpu = self.settings.device.startswith("cuda") and self.settings.optimizer.nonfinite != "ignore"
         return self.settings.optimizer.clip_norm is not None or self._made % self._norm_every == 0 or on_gpu
 
     def _kept_statistics(self) -> Snapshot:

@@ -60,7 +60,8 @@ class Meter:
         self._marked = now
         self._unread.append(update)
         self._group = group or self._group
-        self._examples += sum(map(examples, group))
+        for batch in group:
+            self._examples += examples(batch)
         if len(self._unread) >= self.context.log_every:
             self.report()
 
