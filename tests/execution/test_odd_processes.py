@@ -20,7 +20,7 @@ import pytest
 
 from _faulty import write
 from _workers import that_stay, workers_that_stay
-from trimtab._internal.files import refused
+from trimtab._internal.files import os_reason
 from trimtab.backends.torchscript import TorchScript
 from trimtab.cli._boundary import Ending
 from trimtab.core.recipe import Recipe
@@ -309,15 +309,15 @@ def test_what_the_system_refuses_is_named(tmp_path: pathlib.Path) -> None:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     run = tmp_path / "run"
-    assert refused(too_many.value, run).startswith(f"The study in {run} cannot go on: one process may open no more files (ul")
+    assert os_reason(too_many.value, run).startswith(f"The study in {run} cannot go on: one process may open no more files (ul")
     elsewhere = tmp_path / "temporary" / "own"
     with pytest.raises(FileNotFoundError) as missing:
         elsewhere.mkdir()
-    assert refused(missing.value, run) == (
+    assert os_reason(missing.value, run) == (
         f"The study in {run} cannot go on for want of {elsewhere}: No such file or directory; mend that."
     )
     own = f"The run folder {elsewhere / 'run'} cannot be written: No such file or directory; mend that or use --out."
-    assert refused(missing.value, elsewhere / "run") == own  # a folder that holds it is its own
+    assert os_reason(missing.value, elsewhere / "run") == own  # a folder that holds it is its own
 
 
 def test_a_folder_without_locks_is_said_to_have_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

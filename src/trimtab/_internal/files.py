@@ -40,20 +40,20 @@ def typed(example: str) -> Callable[[str], pathlib.Path]:
     return path
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk and of an exceeded disk quota."""
-WORDS = re.compile(r"No space left|Disk quota exceeded|PytorchStreamWriter failed writing|unexpected pos \d+")
+DISK_FULL_MESSAGES = re.compile(r"No space left|Disk quota exceeded|PytorchStreamWriter failed writing|unexpected pos \d+")
 """Messages about a full disk. torch's archive writer does not pass on the system's own message."""
-SHARED = "</torch_"
+SHARED_MEMORY = "</torch_"
 """Prefix of torch's shared memory segments. A message with it is about ``/dev/shm`` and not about a disk."""
-SCARCE = {
+RESOURCE_LIMITS = {
     errno.EAGAIN: "no more processes can be started (ulimit -u)",
     errno.EMFILE: "one process may open no more files (ulimit -n)",
     errno.ENFILE: "no more files can be opened on this machine",
     errno.ENOMEM: "there is no more memory",
 }
 """Errors of the system that are about a resource limit and not about a folder."""
-UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers of a file system without file locks."""
 
 
@@ -62,23 +62,23 @@ def out_of_space(error: BaseException | None) -> bool:
     seen = set[int]()
     while error is not None and id(error) not in seen:  # an error can be its own cause
         seen.add(id(error))
-        if (isinstance(error, OSError) and error.errno in FULL) or says_full(error_text(error)):
+        if (isinstance(error, OSError) and error.errno in DISK_FULL) or mentions_full_disk(error_text(error)):
             return True
         shown = None if error.__suppress_context__ else error.__context__
         error = shown if error.__cause__ is None else error.__cause__
     return False
 
 
-def says_full(text: str) -> bool:
+def mentions_full_disk(text: str) -> bool:
     """Whether ``text``, a message or a log, has a line about a full disk."""
-    return any(WORDS.search(line) for line in text.splitlines() if SHARED not in line)
+    return any(DISK_FULL_MESSAGES.search(line) for line in text.splitlines() if SHARED_MEMORY not in line)
 
 
-def refused(error: OSError, folder: pathlib.Path) -> str:
+def os_reason(error: OSError, folder: pathlib.Path) -> str:
     """One sentence for the user: what the system refused to the study in run folder ``folder``, and the remedy."""
-    if error.errno in SCARCE:
-        return f"The study in {folder} cannot go on: {SCARCE[error.errno]}. Allow it more, or end what else runs here."
-    full = error.errno in FULL
+    if error.errno in RESOURCE_LIMITS:
+        return f"The study in {folder} cannot go on: {RESOURCE_LIMITS[error.errno]}. Allow it more, or end what else runs here."
+    full = error.errno in DISK_FULL
     what = "the disk that holds it is full; free some space" if full else f"{error.strerror or error}; mend that"
     home = pathlib.Path(os.path.abspath(folder))
     named = None if not isinstance(error.filename, str) else pathlib.Path(os.path.abspath(error.filename))
@@ -100,7 +100,7 @@ def set_aside(folder: pathlib.Path, old: Sequence[str], aside: pathlib.Path, new
         yield
     except BaseException:
         for name in set(new) - set(old):
-            removed(folder / name)
+            delete(folder / name)
         put_back(aside, folder)
         raise
 
@@ -108,13 +108,13 @@ def set_aside(folder: pathlib.Path, old: Sequence[str], aside: pathlib.Path, new
 def put_back(aside: pathlib.Path, folder: pathlib.Path) -> None:
     """Move every entry of ``aside`` back into ``folder``, replacing entries of equal name, and delete ``aside``."""
     for entry in list(aside.iterdir()):
-        removed(folder / entry.name)
+        delete(folder / entry.name)
         os.replace(entry, folder / entry.name)
     aside.rmdir()
 
 
-def removed(path: pathlib.Path) -> None:
-    """Delete a file, a link or a folder, if it is there."""
+def delete(path: pathlib.Path) -> None:
+    """Delete ``path``, a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -74,7 +74,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         except WorkloadError as error:
             why = error.__cause__
             raise UsageError(
-                f"The {self.kind} {point.name!r}, {_words(point)}, cannot be loaded: {type(why).__name__}: {why}. Update or "
+                f"The {self.kind} {point.name!r}, {_origin(point)}, cannot be loaded: {type(why).__name__}: {why}. Update or "
                 "uninstall that package."
             ) from why
 
@@ -89,7 +89,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         for point in entry_points(group=self.package):
             if point.name in sources:
                 raise UsageError(
-                    f"Two sources claim the {self.kind} {point.name!r}: {_words(sources[point.name])} and {_words(point)}. "
+                    f"Two sources claim the {self.kind} {point.name!r}: {_origin(sources[point.name])} and {_origin(point)}. "
                     "Uninstall one of them or rename its entry point."
                 )
             sources[point.name] = point
@@ -111,13 +111,13 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def _checked(self, found: Any, name: str, source: str | EntryPoint) -> type[T]:
         if not (inspect.isclass(found) and issubclass(found, self.base)):
-            raise UsageError(f"{_words(source)} is {found!r}, which is not a subclass of {self.base.__name__}. Name one.")
+            raise UsageError(f"{_origin(source)} is {found!r}, which is not a subclass of {self.base.__name__}. Name one.")
         if (own := getattr(found, "name", None)) != name:
-            raise UsageError(f"{_words(source)} is registered as {name!r} but calls itself {own!r}. Make them one name.")
+            raise UsageError(f"{_origin(source)} is registered as {name!r} but calls itself {own!r}. Make them one name.")
         return found
 
 
-def _words(source: str | EntryPoint) -> str:
+def _origin(source: str | EntryPoint) -> str:
     if isinstance(source, str):
         return source
     package = source.dist.name if source.dist else "an unknown package"

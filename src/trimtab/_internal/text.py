@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from trimtab.errors import IntegrityError, UsageError
 
-MOST = 4000
+MAX_MESSAGE = 4000
 """Most characters of a message; longer messages are cut in the middle, and their log has the whole text."""
 
-LONGEST = 40_000
+MAX_TRACEBACK = 40_000
 """Most characters of a traceback."""
 
 
@@ -23,7 +23,7 @@ def error_text(error: BaseException) -> str:
     return str(traceback.TracebackException(type(error), error, None, compact=True))
 
 
-def shortened(text: str, most: int = MOST) -> str:
+def shortened(text: str, most: int = MAX_MESSAGE) -> str:
     """``text``, with its middle cut out if it has more than ``most`` characters."""
     if len(text) <= most:
         return text

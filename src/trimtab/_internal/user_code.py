@@ -50,7 +50,7 @@ def outside_workers(what: str) -> None:
 
 
 class explaining:
-    """Base of context managers that look at an error of their block, and may turn it into another."""
+    """Base of context managers that may replace an error of their block by another."""
 
     def __enter__(self) -> None:
         return None
@@ -60,7 +60,7 @@ class explaining:
             self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Raise what ``error`` becomes; return if that is itself. For ``try``, where ``with`` would call too much too often."""
+        """Raise the error that replaces ``error``; return if none does. Call it from ``except`` where ``with`` is too slow."""
         raise NotImplementedError
 
 
@@ -76,30 +76,30 @@ class user_code(explaining):
         self.what, self.fix, self.values = what, fix, values
 
     def explain(self, error: BaseException) -> None:
-        """Raise what ``error`` becomes; return if that is itself."""
+        """Raise the error that replaces ``error``; return if none does."""
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, (UsageError, WorkloadError)):
-            message = f"{self.what}: {_words(error, self._tensors(error))}"
+            message = f"{self.what}: {_description(error, self._tensors(error))}"
             raise WorkloadError(message if self.fix is None else with_fix(message, self.fix)) from error
 
     def _tensors(self, error: BaseException) -> str:
-        if not tensor_text.is_misfit(error):
+        if not tensor_text.is_shape_error(error):
             return ""
-        return tensor_text.of_call(error, _is_own) if self.values is None else tensor_text.described(self.values)
+        return tensor_text.call_tensors(error, _is_own) if self.values is None else tensor_text.described(self.values)
 
 
-class writing(explaining):
-    """Context manager that turns an error of a backend that writes its files into a :class:`CompileError`. Errors of the disk
+class save_errors(explaining):
+    """Context manager that turns an error of a backend that saves its files into a :class:`CompileError`. Disk errors
     pass unchanged."""
 
     def explain(self, error: BaseException) -> None:
-        """Raise what ``error`` becomes; return if that is itself."""
+        """Raise the error that replaces ``error``; return if none does."""
         own = isinstance(error, (Exception, SystemExit)) and not isinstance(error, (CompileError, OSError))
         if own and not out_of_space(error):
             text = summary_line(error_text(error))
             raise CompileError(f"Writing it failed: {type(error).__name__}: {text}{_place(error)}.") from error
 
 
-def _words(error: BaseException, tensors: str) -> str:
+def _description(error: BaseException, tensors: str) -> str:
     """The message of ``error``, and in brackets the line of the user's code that raised it, and the ``tensors`` of the call."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error}){_place(error)}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab._internal.serialization import to_json, write_json
-from trimtab._internal.user_code import writing
+from trimtab._internal.user_code import save_errors
 from trimtab.artifact.manifest import (
     BASELINE,
     EVIDENCE,
@@ -115,7 +115,7 @@ def fill(
 def _save(executable: Executable, folder: pathlib.Path) -> None:
     folder.mkdir()
     try:
-        with writing():
+        with save_errors():
             executable.save(folder)
     except RuntimeError as error:
         # torch and some runtimes raise RuntimeError if the disk is full; no other RuntimeError reaches this place

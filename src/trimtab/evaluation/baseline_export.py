@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import tempfile
 
-from trimtab._internal.user_code import writing
+from trimtab._internal.user_code import save_errors
 from trimtab.core.backend import Backend
 from trimtab.core.measurement import Comparison, Interval
 from trimtab.errors import ArtifactError, CompileError
@@ -33,7 +33,7 @@ def baseline_speedup(
     runner = runner_for(baseline, subject.candidate, subject, plan.objective)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         try:
-            with writing():
+            with save_errors():
                 baseline.save(pathlib.Path(name))
             exported = backend.load(pathlib.Path(name), baseline.signature, baseline.settings)
         except (CompileError, ArtifactError):  # the artifact reports these itself

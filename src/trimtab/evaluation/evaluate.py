@@ -19,8 +19,8 @@ import torch
 
 from trimtab._internal.files import out_of_space
 from trimtab._internal.serialization import from_json, write_json
-from trimtab._internal.text import LONGEST, error_text, shortened
-from trimtab._internal.user_code import writing
+from trimtab._internal.text import MAX_TRACEBACK, error_text, shortened
+from trimtab._internal.user_code import save_errors
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.core.backend import Executable
 from trimtab.core.candidate import Candidate
@@ -112,7 +112,7 @@ def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | No
         if out_of_space(error):
             raise
         state, reason = State.FAILED, describe(error)
-        figures["traceback"] = shortened(traceback.format_exc(), LONGEST)
+        figures["traceback"] = shortened(traceback.format_exc(), MAX_TRACEBACK)
     figures.pop("cannot_ship", None)
     return Trial(recipe=recipe, state=state, reason=reason, seconds=time.perf_counter() - started, **figures)
 
@@ -402,7 +402,7 @@ def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
     shutil.rmtree(model, ignore_errors=True)  # files of a damaged earlier save
     model.mkdir(parents=True, exist_ok=True)
     try:
-        with writing():
+        with save_errors():
             files = executable.save(model)
     except CompileError as error:
         if out_of_space(error):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import psutil
 
-from trimtab._internal.files import says_full
+from trimtab._internal.files import mentions_full_disk
 from trimtab._internal.serialization import write_json
 from trimtab._internal.user_code import IN_WORKER
 from trimtab.errors import StorageError
@@ -160,7 +160,7 @@ class WorkerProcess:
         path = self.folder / RESULT
         code, log = self._process.wait(), self.log_tail(lines=1000)
         outcome = self._ended(_reason(code, path.exists(), log))
-        if code == DISK_FULL or (code < 0 and (says_full(log) or not shutil.disk_usage(self.folder).free)):
+        if code == DISK_FULL or (code < 0 and (mentions_full_disk(log) or not shutil.disk_usage(self.folder).free)):
             # torch aborts if it cannot write to the end, and its message may not fit into the log
             raise StorageError(
                 f"What belongs into {self.folder} could not be written: the disk is full, or that of temporary files. Free "

@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab._internal.files import out_of_space
 from trimtab._internal.serialization import write_json
-from trimtab._internal.text import LONGEST, shortened, with_fix
+from trimtab._internal.text import MAX_TRACEBACK, shortened, with_fix
 from trimtab.errors import TrimtabError, WorkloadError
 from trimtab.execution.jobs import compression, inference, training
 from trimtab.execution.process import DISK_FULL, JOB, LOG, RESULT, end_descendants
@@ -69,7 +69,7 @@ def _result(job: dict[str, Any], folder: pathlib.Path, shown: pathlib.Path) -> A
             message = with_fix(message, f"The traceback is in {shown / LOG}.")  # the traceback of the user's own code
         # the reader knows only trimtab's error classes, and a workload may have derived its own
         kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == TrimtabError.__module__)
-        return {"error": kind, "message": message, "traceback": shortened(traceback.format_exc(), LONGEST)}
+        return {"error": kind, "message": message, "traceback": shortened(traceback.format_exc(), MAX_TRACEBACK)}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from trimtab._internal.files import removed
+from trimtab._internal.files import delete
 from trimtab._internal.serialization import dumps, from_json
 from trimtab.core.trial import State, Trial
 from trimtab.errors import StorageError, UsageError, WorkloadError
@@ -194,13 +194,13 @@ def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
     """A block that may write another ``artifact``. The old one is restored after it, unless the block calls the yielded
     function."""
     beside = artifact.with_name(f".{artifact.name}.kept.tmp")  # the next run deletes it if this one is killed
-    removed(beside)
+    delete(beside)
     os.replace(artifact, beside)
     try:
-        yield lambda: removed(beside)
+        yield lambda: delete(beside)
     finally:
         if beside.exists():
-            removed(artifact)
+            delete(artifact)
             os.replace(beside, artifact)
 
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-from trimtab._internal.files import UNLOCKED, path_of, put_back, refused, removed, set_aside
+from trimtab._internal.files import NO_LOCKS, delete, os_reason, path_of, put_back, set_aside
 from trimtab._internal.locks import locked
 from trimtab.artifact.verified import SUFFIX
 from trimtab.core.workload import Workload
@@ -46,7 +46,7 @@ def disk_errors(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{refused(error, folder)} What is finished is kept; the same command goes on from it.") from error
+        raise StorageError(f"{os_reason(error, folder)} What is finished is kept; the same command goes on from it.") from error
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def starting_afresh(folder: pathlib.Path) -> Iterator[None]:
             yield
         except BaseException:
             if os.path.lexists(folder / PREPARE):  # the log of the dry run explains the error
-                removed(aside / PREPARE)
+                delete(aside / PREPARE)
             raise
     done = aside.with_name(aside.name.replace(FRESH, DONE, 1))
     aside.rename(done)  # from here on the old study is not restored
@@ -100,7 +100,7 @@ def exclusive(folder: pathlib.Path) -> Iterator[None]:
         try:
             free = locked(held.fileno())
         except OSError as error:
-            if error.errno not in UNLOCKED:
+            if error.errno not in NO_LOCKS:
                 raise
             raise StorageError(
                 f"The run folder {folder} lies where files cannot be locked ({error.strerror}), which is what keeps two runs, "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trimtab._internal.serialization import write_json
-from trimtab._internal.user_code import writing
+from trimtab._internal.user_code import save_errors
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.errors import CompileError
 from trimtab.hardware import environment
@@ -65,7 +65,7 @@ def sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, f
         raise CompileError(f"The layers' sensitivities cannot be measured on the calibration inputs: {error}") from error
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with writing():
+        with save_errors():
             write_json(path, table)
     return table
 

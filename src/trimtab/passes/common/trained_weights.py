@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trimtab._internal.serialization import write_json
-from trimtab._internal.user_code import writing
+from trimtab._internal.user_code import save_errors
 from trimtab.train.telemetry.events import Event, Progressed, Validated
 
 FOLDER = "recovered"
@@ -66,7 +66,7 @@ class Place:
         state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
         part = self.folder / f".{self.key}.part"  # one name, so that a process that was killed leaves nothing behind
         try:
-            with writing():
+            with save_errors():
                 save_file(state, part, metadata={FACTS: json.dumps(facts)})
             os.replace(part, self.weights)
         finally:

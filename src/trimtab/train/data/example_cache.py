@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from trimtab._internal.files import FULL, path_of
+from trimtab._internal.files import DISK_FULL, path_of
 from trimtab._internal.serialization import dumps
 from trimtab._internal.text import of_type
 from trimtab._internal.units import megabytes
@@ -126,7 +126,7 @@ class ExampleCache:
             os.replace(partial, path)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
-            if isinstance(error, SafetensorError) or error.errno in FULL:  # it has no code for a full disk
+            if isinstance(error, SafetensorError) or error.errno in DISK_FULL:  # it has no code for a full disk
                 return False
             raise StorageError(f"The cache cannot be written to {path}: {error.strerror}. Give another folder.") from error
         return True
