@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trimtab
 from trimtab._internal.serialization import from_json
-from trimtab.api.tune import _spoken
+from trimtab.api.tune import _python_call
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
 from trimtab.core.limits import Limits
@@ -685,7 +685,7 @@ def test_a_budget_is_for_the_dry_run_too(tmp_path: pathlib.Path) -> None:
 
 def test_the_call_that_goes_on_has_what_is_not_at_its_default() -> None:
     options = Options(trial_s=600.0, timing_s=1.0, worker_mb=900.0)
-    spoken = _spoken("train.py", options, budget=None, updates=24, out="run")
+    spoken = _python_call("train.py", options, budget=None, updates=24, out="run")
     assert spoken == "trimtab.tune('train.py', out='run', worker_memory_mb=900.0, timing_seconds=1.0)"
-    spoken = _spoken("train.py", Options(storage="postgresql://me:secret@host/db"), out="run")
+    spoken = _python_call("train.py", Options(storage="postgresql://me:secret@host/db"), out="run")
     assert spoken == "trimtab.tune('train.py', out='run', storage='postgresql://me:***@host/db')", "and no password"

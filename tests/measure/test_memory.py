@@ -60,7 +60,7 @@ def test_a_reset_that_does_nothing_is_noticed(tmp_path: pathlib.Path, monkeypatc
 def test_without_proc_the_life_long_mark_helps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "status")
     monkeypatch.setattr(memory, "_CLEAR", tmp_path / "missing" / "clear_refs")
-    higher = memory.lifetime_mb() - rss_mb() + 3 * TENSOR_MB
+    higher = memory.peak_rss_mb() - rss_mb() + 3 * TENSOR_MB
     with PeakMemory() as peak:
         use(int(higher))
     assert peak.result.host_mb == pytest.approx(int(higher), abs=40)

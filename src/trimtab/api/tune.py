@@ -75,7 +75,7 @@ class Tuned(Result):
     @property
     def spoken(self) -> str:
         """The settings as Python source, without defaults."""
-        return _call(self.settings)
+        return _as_source(self.settings)
 
     def __str__(self) -> str:
         return f"{self.sentence}\n\n{self.ladder()}\n\n{self.spoken}"
@@ -146,7 +146,7 @@ def tune(
     folder = run_folder(workload, out, "-tune")
     progress = Printed(budget_s=limit_s) if progress is None else progress
     with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
-        command = _spoken(workload, options, limits=limits, budget=budget, trials=trials, updates=updates, out=str(folder))
+        command = _python_call(workload, options, limits=limits, budget=budget, trials=trials, updates=updates, out=str(folder))
         with starting_afresh(folder) if fresh else contextlib.nullcontext():
             study = Study(
                 workload,
@@ -187,7 +187,7 @@ def _limits(limits: Limits | None) -> Limits:
     return found
 
 
-def _spoken(workload: Workload | str, options: Options, **asked: Any) -> str:
+def _python_call(workload: Workload | str, options: Options, **asked: Any) -> str:
     """The Python call that resumes a study, without arguments at their defaults."""
     asked |= {"storage": options.storage and shown(options.storage), "worker_memory_mb": options.worker_mb}
     asked |= {"trial_seconds": options.trial_s, "timing_seconds": options.timing_s}
@@ -205,11 +205,11 @@ def _line(rung: Mapping[str, Any], times: str) -> str:
     return f"{rung['rung']:<11} {times} {ms:>10} {score:>11} {rise:>20}  {rung['recipe']}"
 
 
-def _call(settings: Any) -> str:
+def _as_source(settings: Any) -> str:
     """``settings``, or a group of settings, as Python source, without defaults."""
     default, given = type(settings)(), []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value != getattr(default, field.name):
-            given.append(f"{field.name}={_call(value) if dataclasses.is_dataclass(value) else repr(value)}")
+            given.append(f"{field.name}={_as_source(value) if dataclasses.is_dataclass(value) else repr(value)}")
     return f"{type(settings).__name__}({', '.join(given)})"

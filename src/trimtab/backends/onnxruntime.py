@@ -119,7 +119,7 @@ class OnnxExecutable(Executable):
             events = json.loads(pathlib.Path(session.end_profiling()).read_text(encoding="utf-8"))
         return operator_shares(_kernels(events), repeats)
 
-    def _twin(self) -> Executable:
+    def _new_instance(self) -> Executable:
         """The same session, which takes calls of several threads at once."""
         return OnnxExecutable(self._session, self.signature, self.settings, self._folder)
 

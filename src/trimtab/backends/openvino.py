@@ -95,7 +95,7 @@ class OpenVinoExecutable(Executable):
         request = Request(self._compile(model, {"PERF_COUNT": True}), self._graph, self._through)
         return request.operator_times(leaves, repeats)
 
-    def _twin(self) -> Executable:
+    def _new_instance(self) -> Executable:
         """The same compiled models, with requests of its own."""
         twin = copy.copy(self)
         twin._owned = None

@@ -41,9 +41,9 @@ class Executable(abc.ABC):
     """Number of forks between this process and the first one."""
 
     def __init__(self, signature: Signature, settings: Settings) -> None:
-        self._made = Executable._forks
+        self._forks_at_creation = Executable._forks
         self.signature = signature
-        self._rebuilt = rebuilder(signature.output_structure)
+        self._rebuild = rebuilder(signature.output_structure)
         self.settings = settings
         self.notes: list[str] = []
         """Messages of the runtime that explain its speed, such as operators without a native kernel or frozen dimensions."""
@@ -80,11 +80,11 @@ class Executable(abc.ABC):
             InputError: the inputs do not fit the signature.
             UsageError: this process was forked after the executable was made.
         """
-        if self._made != Executable._forks:
-            self._refuse_threads_of_another()
-        return self._rebuilt(self.run(self.signature.accept(args, kwargs)))
+        if self._forks_at_creation != Executable._forks:
+            self._refuse_after_fork()
+        return self._rebuild(self.run(self.signature.accept(args, kwargs)))
 
-    def _refuse_threads_of_another(self) -> None:
+    def _refuse_after_fork(self) -> None:
         """Raise an error after a fork: the child process has none of the runtime's threads, so a call would hang."""
         threads = (self.settings.threads or affinity()) if self.own_threads else torch.get_num_threads()
         if self.settings.threads != 1 and threads > 1:
@@ -107,9 +107,9 @@ class Executable(abc.ABC):
         """
         if n < 1:
             raise UsageError(f"instances({n!r}): at least one is needed, this one.")
-        return [self, *[self._twin() for _ in range(n - 1)]]
+        return [self, *[self._new_instance() for _ in range(n - 1)]]
 
-    def _twin(self) -> Executable:
+    def _new_instance(self) -> Executable:
         """Another executable of the same loaded model."""
         raise UsageError(
             f"A {type(self).__name__} takes one call at a time in a process. Load the artifact in several processes, as "

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from trimtab._internal.text import counted
 from trimtab._internal.user_code import user_code
-from trimtab.core.dynamic_dims import following, mark_dynamic, resized, tried
+from trimtab.core.dynamic_dims import mark_dependent, mark_dynamic, probe_sizes, resized
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim, Signature, TensorSpec, input_names, parameter_names, require_plain, specs
 from trimtab.core.training_examples import TrainingExamples
@@ -99,7 +99,7 @@ class Candidate:
         require_plain(outputs, found, "output")
         output_specs = specs(outputs, found)
         for dim in dims:
-            now, near, half = tried(dim, inputs, leaves)
+            now, near, half = probe_sizes(dim, inputs, leaves)
             if near == now:
                 continue
             at = functools.partial(_outputs_at, model, dim, inputs, leaves, (structure, output_structure), outputs)
@@ -108,7 +108,7 @@ class Candidate:
                 with contextlib.suppress(WorkloadError, UsageError):  # optional evidence; not every model accepts half the size
                     seen[half] = at(half)
             shapes = [{size: found[i].shape for size, found in seen.items()} for i in range(len(outputs))]
-            output_specs = tuple(following(spec, dim.name, each) for spec, each in zip(output_specs, shapes, strict=True))
+            output_specs = tuple(mark_dependent(spec, dim.name, each) for spec, each in zip(output_specs, shapes, strict=True))
         signature = Signature(inputs, output_specs, structure, output_structure, parameters, dims, writes=writes)
         return cls(model=model, args=args, kwargs=kwargs, signature=signature, calibration=tuple(calibration), scratch=scratch)
 
@@ -248,7 +248,7 @@ def _first_call(
         return _called(model, structure, leaves)
     except MODEL_ERRORS:
         lost = sorted(classes(structure))
-        if not lost or not _works(model, args, kwargs):
+        if not lost or not _runs(model, args, kwargs):
             raise
         raise WorkloadError(
             f"The model uses methods of {' or '.join(f'`{name}`' for name in lost)}, which do not cross to a runtime: only the "
@@ -256,7 +256,7 @@ def _first_call(
         ) from None
 
 
-def _works(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     args, kwargs = cloned((args, kwargs))
     try:
         with torch.no_grad():

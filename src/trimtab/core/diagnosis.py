@@ -35,7 +35,7 @@ def standing(finding: Finding) -> Standing:
 
 
 def saving(finding: Finding) -> float:
-    """Share of the time of a step, 0 to 1, that the remedy saves; for advice the most that it can save, as measured."""
+    """Share of the time of a step, 0 to 1, that the remedy saves; for advice the measured maximum."""
     found = {"pays": finding.gain, "advice": finding.most}.get(standing(finding))
     return 1 - 1 / found.value if found is not None and found.faster and not found.doubtful else 0.0
 

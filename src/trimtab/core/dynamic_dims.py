@@ -54,7 +54,7 @@ def sizes_of(name: str, dims: Mapping[str, Mapping[int, Dim]], calls: Sequence[S
     return list(dict.fromkeys(int(spec.shape[axis]) for specs in calls for spec in specs if spec.name == place))
 
 
-def fitting(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Dim | None:
+def accepted_dim(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Dim | None:
     """The dimension ``name`` with the step and bound that a model accepts; ``None`` if it accepts one size only.
 
     ``sizes`` are the known sizes; the first is known to work. ``works`` tries another size. The step is the smallest divisor of
@@ -75,7 +75,7 @@ def fitting(name: str, sizes: Sequence[int], works: Callable[[int], bool]) -> Di
     return Dim(name, max=top, step=below)
 
 
-def tried(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+def probe_sizes(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> tuple[int, int, int]:
     """Three sizes of ``dim`` that show how outputs depend on it: the example's size, the next one, and about half of it.
 
     A size that is not allowed is replaced by the example's. Half the size is needed because outputs whose size is divided and
@@ -94,7 +94,7 @@ def tried(dim: Dim, inputs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]
     return now, dim.near(now, 1, -1), min(dim.holding(now // 2), now)
 
 
-def following(spec: TensorSpec, name: str, seen: Mapping[int, Sequence[int]]) -> TensorSpec:
+def mark_dependent(spec: TensorSpec, name: str, seen: Mapping[int, Sequence[int]]) -> TensorSpec:
     """``spec`` with the axes marked whose sizes change with dimension ``name``. ``seen`` maps each size of the dimension to the
     tensor's shape."""
     axes = zip(*seen.values(), strict=True)

@@ -1,4 +1,4 @@
-"""What a probe saw of a running script: frozen records that checks read. Makers in :mod:`trimtab.probe` fill them.
+"""Observations of a running script: frozen records that :mod:`trimtab.probe` fills and that checks read.
 
 Durations are in milliseconds per step unless the name says otherwise; ``site`` is ``train.py:35``, relative to the folder of
 the script where the file lies in it.
@@ -35,7 +35,7 @@ class LineRecord:
     text: str
     phase: Phase
     share: float
-    """Of the time of a step, 0 to 1."""
+    """Share of the time of a step, 0 to 1."""
     function: str = ""
     """Name of the function that the line is in, such as ``__getitem__``; empty at the top of the script."""
     runs: float = 0.0
@@ -49,7 +49,7 @@ class StackRecord:
     calls: tuple[str, ...]
     """``main (train.py:35)``, the outermost first."""
     share: float
-    """Of the time of a step, 0 to 1."""
+    """Share of the time of a step, 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class LoaderRecord:
     """Mean time of reading and collating a batch in the process that does it, where that was seen."""
     batch_bytes: int = 0
     dtypes: tuple[str, ...] = ()
-    """Of the batch's tensors, such as ``float64``."""
+    """Types of the batch's tensors, such as ``float64``."""
     padding: float | None = None
     """Share of the positions of a batch that its attention mask, or its padding value, excludes."""
     draws: bool = False
@@ -108,7 +108,7 @@ class OptimizerRecord:
     """What torch runs for the flags as they stand; ``own`` for an optimizer that is not torch's."""
     can_fuse: bool = False
     ms: float = 0.0
-    """Of one ``step()``."""
+    """Milliseconds of one ``step()``."""
     steps: float = 1.0
     """``step()`` calls per step of the record."""
     zero_filled: float = 0.0
@@ -120,16 +120,16 @@ class ModuleRecord:
     """An outermost module that the script calls."""
 
     name: str
-    """Class."""
+    """Name of the class."""
     parameters: int
     dtype: str = "float32"
-    """Of its parameters; of most of them if they differ."""
+    """Type of its parameters; of most of them if they differ."""
     inputs: tuple[str, ...] = ()
     """Shapes and types of the tensors of its last call, such as ``float32[32, 3, 64, 64]``."""
     convolutions: int = 0
     """Two-dimensional convolutions, whose layout in memory matters."""
     channels_last: float = 0.0
-    """Share of those whose weight lies in ``channels_last``."""
+    """Share of these convolutions whose weight lies in ``channels_last``."""
     inputs_channels_last: float = 0.0
     """Share of its four-dimensional inputs that lie in ``channels_last``, over the calls that were seen."""
     matrix_products: int = 0
@@ -141,15 +141,15 @@ class ModuleRecord:
     training: bool = True
     """Mode of its calls during steps."""
     calls: float = 1.0
-    """Per step."""
+    """Calls per step."""
     forward_ms: float = 0.0
-    """Of one call."""
+    """Milliseconds of one call."""
     gradients_unused: float = 0.0
     """Share of its calls that recorded a graph which no backward pass used."""
     unused_ms: float = 0.0
-    """Of such calls per step, or per evaluation where there are no steps."""
+    """Milliseconds of these calls per step, or per evaluation where there are no steps."""
     unused_site: str | None = None
-    """The line of the script that made most of such calls, if all calls from it were such."""
+    """The line of the script that made most of these calls, if all calls from it are among them."""
     autocast: str | None = None
     """Type of the autocast that its calls run under, such as ``bfloat16``."""
 
@@ -162,9 +162,9 @@ class CallRecord:
     """``Tensor.item``, ``print``, ``SummaryWriter.add_scalar``, ``torch.save``, ``clip_grad_norm_``, ``torch.compile``, ..."""
     site: str
     calls: float
-    """Per step."""
+    """Calls per step."""
     ms: float
-    """Per step, all calls together."""
+    """Milliseconds per step, all calls together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,9 +173,9 @@ class OperatorRecord:
 
     name: str
     calls: float
-    """Per step."""
+    """Calls per step."""
     ms: float
-    """Of its own, without operators within, per step."""
+    """Milliseconds per step, without the operators that it calls."""
     shapes: str = ""
     flops: float = 0.0
     """Floating-point operations per step; 0 if unknown."""
@@ -189,7 +189,7 @@ class OperatorRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecompileRecord:
-    """What ``torch.compile`` did after the warm-up."""
+    """Recompilations and graph breaks of ``torch.compile`` after the warm-up."""
 
     site: str
     """The function that was compiled."""
@@ -197,7 +197,7 @@ class RecompileRecord:
     recompiles: int = 0
     graph_breaks: int = 0
     ms: float = 0.0
-    """Of compilation, in all."""
+    """Total milliseconds of compilation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ class MemoryRecord:
 
     peak_mb: float
     at_start_mb: float
-    """Before the first step."""
+    """Memory before the first step."""
     growth_mb: float = 0.0
     """Slope per step, after the warm-up."""
     growth_low_mb: float = 0.0
@@ -228,7 +228,7 @@ class MemoryRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedRecord:
-    """What one rank saw of distributed training."""
+    """Distributed training, as one rank observed it."""
 
     ranks: int
     rank: int
@@ -255,10 +255,10 @@ class SpanRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeRecord:
-    """All that a probe saw of one run of a script.
+    """All observations of one run of a script.
 
     A step is one update of the parameters; for scripts without updates, one backward pass, one batch of the loader, or one call
-    of the model, as :attr:`anchor` says. Steps that hold an evaluation or the begin of an epoch count apart.
+    of the model, as :attr:`anchor` says. Steps with an evaluation or the start of an epoch are counted separately.
     """
 
     schema: ClassVar[int] = 1
@@ -274,9 +274,9 @@ class ProbeRecord:
     """Mean time of a step, without what the probe itself costs."""
     median_ms: float
     probe_ms: float
-    """What the probe cost per step; it is in no other figure."""
+    """Cost of the probe per step; no other figure includes it."""
     times_ms: tuple[float, ...] = ()
-    """Of the measured steps, in order."""
+    """Times of the measured steps, in order."""
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """:data:`Phase` -> ms per step. They add up to :attr:`step_ms`."""
     run_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -308,11 +308,11 @@ class ProbeRecord:
     threads: int = 1
     """torch's threads within an operator, as the script has them."""
     cores: int = 1
-    """That the process may use."""
+    """Cores that the process may use."""
     cpu_share: float = 0.0
     """CPU time of the process over wall time and :attr:`cores`, 0 to 1."""
     others_share: float = 0.0
-    """CPU time of other processes likewise."""
+    """CPU time of other processes over wall time and :attr:`cores`, 0 to 1."""
     gpu_share: float | None = None
     """Share of the time in which the GPUs computed, as NVML counts it, 0 to 1; ``None`` without one, or if not seen."""
     energy_j: float | None = None
@@ -320,12 +320,12 @@ class ProbeRecord:
     energy: str = ""
     """The devices that were counted, with all that ran on them; or why none was."""
     device: str = "cpu"
-    """Of the model's parameters."""
+    """Device of the model's parameters."""
     flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Debugging switches that were on: ``anomaly mode``, ``deterministic algorithms``, ``profiler``, or an environment
     variable, with the line that set it where that was seen."""
     losses: tuple[float, ...] = ()
-    """At each backward pass; without any, the mean absolute value of the model's first output per step."""
+    """Losses at each backward pass; without any, the mean absolute value of the model's first output per step."""
 
     writes: tuple[str, ...] = ()
     """Files that the script wrote, changed or removed; paths as it named them."""

@@ -33,9 +33,9 @@ class Finding:
     ceiling: ScriptSettings | None = None
     """Settings with ``without=``, whose measured speed-up is the most that a remedy can bring."""
     most: Interval | None = None
-    """That speed-up."""
+    """Measured speed-up with :attr:`ceiling`."""
     share: float | None = None
-    """Share of the time of a step, 0 to 1, that the evidence shows to be lost by this, before anything is measured: findings
+    """Share of the time of a step, 0 to 1, that the evidence shows to be lost, before anything is measured: findings
     without a measured gain are sorted by it. ``None`` if only a measurement can tell, as of another precision or layout."""
     losses: Literal["equal", "within rounding", "different", "not compared"] = "not compared"
     """The losses with :attr:`settings` against those of the script as written."""

@@ -13,13 +13,13 @@ VAGUE = 2.0
 """A ratio whose upper bound is more than this factor above its lower bound is *vague*: no single number is quoted."""
 SLOW_PAIRS, QUIET = 8, 0.05
 """At most this many pairs, with at most this share of the CPU used by others: calls are slow and the machine is not busy."""
-UNLIKE = 0.05
+START_SPREAD = 0.05
 """Standard deviation of the ratio between starts, as a share, above which a report mentions it."""
 LEAST_GAIN = 0.02
 """Smallest gain of speed, memory or size that counts: two processes of the same program differ by as much."""
 UNRELIABLE = 0.3
 """A ratio whose interval is wider than this share of its value is reported as unreliable."""
-MANY = 1e3
+MAX_SHOWN = 1e3
 """An upper bound of a ratio above this carries no information; it is shown as ``over 1000``."""
 StoppedBy = Literal["width", "time", "pairs"]
 Relative = Literal["examples", "output", "size", "one"]
@@ -70,8 +70,8 @@ class Interval:
         return f"{self.quoted()} ({self.bounds()})"
 
     def bounds(self, joint: str = " to ") -> str:
-        """The bounds of a ratio: ``2.41 to 2.66``, or ``0.11 to over 1000`` (see :data:`MANY`)."""
-        return f"{self.low:.2f}{joint}" + (f"over {MANY:.0f}" if self.low <= MANY < self.high else f"{self.high:.2f}")
+        """The bounds of a ratio: ``2.41 to 2.66``, or ``0.11 to over 1000`` (see :data:`MAX_SHOWN`)."""
+        return f"{self.low:.2f}{joint}" + (f"over {MAX_SHOWN:.0f}" if self.low <= MAX_SHOWN < self.high else f"{self.high:.2f}")
 
     def quoted(self, digits: int = 2) -> str:
         """The ratio without bounds: ``2.53x``. A :attr:`vague` ratio gives the bound nearer to 1, ``at least 5.64x`` or ``at
@@ -159,11 +159,11 @@ class Comparison:
     @property
     def differs(self) -> str | None:
         """How much the ratio differs between starts, as text; ``None`` if little, or if the machine was busy."""
-        if self.starts == 1 or self.process_noise <= UNLIKE or self.foreign + self.stolen + self.slowed > QUIET:
+        if self.starts == 1 or self.process_noise <= START_SPREAD or self.foreign + self.stolen + self.slowed > QUIET:
             return None
         text = f"each time they start the two run at another ratio, by {self.process_noise:.0%} over {self.starts} starts"
         low, high = self.rival_ms or (0.0, 0.0)
-        return text + (f"; the baseline took {low:.3g} to {high:.3g} ms" if high > (1 + UNLIKE) * low else "")
+        return text + (f"; the baseline took {low:.3g} to {high:.3g} ms" if high > (1 + START_SPREAD) * low else "")
 
     @property
     def doubt(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What became of the layers of a model: widths, zeros and bits, beside those of the original."""
+"""Layers of a compressed model: widths, zeros and bits, compared with the original."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Layer:
     shape: tuple[int, ...]
     """Shape of its largest weight."""
     original: tuple[int, ...] | None
-    """The same in the original; ``None`` if the original has no such layer."""
+    """Shape of that weight in the original; ``None`` if the original has no such layer."""
     zeros: float
     """Share of zeros in its weights."""
     bits: int
@@ -48,8 +48,8 @@ class Network:
         return self.parameters / max(self.original, 1)
 
 
-def described(model: nn.Module, original: nn.Module) -> Network:
-    """``model`` beside the ``original`` that it was made of."""
+def describe_network(model: nn.Module, original: nn.Module) -> Network:
+    """Compare ``model`` with the ``original`` that it was derived from."""
     before = dict(original.named_modules())
     layers = [found for name, module in model.named_modules() if (found := _layer(name, module, before.get(name)))]
     sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in (model, original)]

@@ -58,7 +58,7 @@ class ScriptSettings:
 
     @property
     def fresh(self) -> bool:
-        """Whether a process must be started for it; else it can be switched between two steps."""
+        """Whether these settings need a new process; others can be switched between two steps."""
         return bool(self.loaders or self.environment or self.keep_freed or self.files)
 
     def changes(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class ScriptSettings:
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != getattr(ScriptSettings(), f.name)}
 
     def merged(self, other: ScriptSettings) -> ScriptSettings:
-        """Both together; ``other`` wins where both set a field."""
+        """The settings of both; ``other`` wins where both set a field."""
         loaders = dict(self.loaders)
         for site, found in other.loaders.items():
             values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}

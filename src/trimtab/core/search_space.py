@@ -41,7 +41,7 @@ def backends() -> list[Backend]:
 
 
 def compressing() -> list[Pass]:
-    """A default instance of each pass that makes a smaller network by the share of it that it keeps."""
+    """A default instance of each compression pass with a field ``keep``, the share of the network that stays."""
     return [PASSES[name]() for name in PASSES if PASSES[name].compresses and "keep" in PASSES[name].choices()]
 
 

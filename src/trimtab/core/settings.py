@@ -13,7 +13,7 @@ from trimtab._internal.validation import by_name, fits, options
 from trimtab.errors import UsageError
 
 MOST_THREADS = 1024
-"""More than this is a mistake, or an artifact that wants to exhaust whoever loads it."""
+"""Largest accepted number of threads. More is a mistake, or an artifact made to exhaust the machine."""
 _POSITIVE = (
     "threads",
     "target_ms",
@@ -190,7 +190,7 @@ class Settings(_Checked):
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     """The update of the parameters."""
     compiler: CompilerSettings = dataclasses.field(default_factory=CompilerSettings)
-    """What :func:`torch.compile` is asked for, in training."""
+    """Options of :func:`torch.compile`, in training."""
     distributed: DistributedSettings = dataclasses.field(default_factory=DistributedSettings)
     """Training on several processes."""
 

@@ -127,7 +127,7 @@ class Technique(abc.ABC):
             return self.words.format(**vars(self))
         fields = dataclasses.fields(self)
         shown = [f.name for f in fields if self.verbose or getattr(self, f.name) != f.default]
-        return ", ".join([_spoken(self.name), *(_spoken_field(name, getattr(self, name)) for name in shown)])
+        return ", ".join([_readable(self.name), *(_readable_field(name, getattr(self, name)) for name in shown)])
 
     def to_json(self) -> dict[str, Any]:
         """``{"name": ..., field: value, ...}``."""
@@ -249,15 +249,15 @@ def _reason_or_error(what: str, why_not: Callable[[], str | None]) -> str | None
         return f"{reason[:400].rstrip('.')}."
 
 
-def _spoken(name: object) -> str:
+def _readable(name: object) -> str:
     return str(name).replace("_", " ")
 
 
-def _spoken_field(name: str, value: Any) -> str:
+def _readable_field(name: str, value: Any) -> str:
     """A field as text: ``precision int8``; for a flag ``spinning`` or ``no spinning``."""
     if isinstance(value, bool):
-        return _spoken(name) if value else f"no {_spoken(name)}"
-    return f"{_spoken(name)} {_spoken(value)}"
+        return _readable(name) if value else f"no {_readable(name)}"
+    return f"{_readable(name)} {_readable(value)}"
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What a training of passes came to: one for all recipes that begin with the same passes."""
+"""The result of a training by passes, which all recipes that begin with these passes share."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Trial:
     cold_s: float | None = None
     """Seconds from start to first result in a fresh process, without imports; in training, to the end of the first update."""
     network: Network | None = None
-    """What became of the layers, if the recipe compresses."""
+    """Layers of the compressed network; ``None`` if the recipe does not compress."""
     sensitivity: tuple[tuple[str, float], ...] = ()
     """Layers of the model as written, each with the mean squared change of the outputs when it alone is rounded to 8 bits,
     relative to their variance; most sensitive first. Empty if it was not measured."""

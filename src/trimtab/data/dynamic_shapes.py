@@ -9,7 +9,7 @@ from torch import nn
 from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.capture import Call, arranged, difference
-from trimtab.core.dynamic_dims import Dims, dim_names, fitting, mark_dynamic, replaced, resized, sizes_of, without
+from trimtab.core.dynamic_dims import Dims, accepted_dim, dim_names, mark_dynamic, replaced, resized, sizes_of, without
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, specs
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import Structure, flatten
@@ -51,7 +51,7 @@ def as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, calls: Sequenc
         alone = without(dims, {other for other in dim_names(dims) if other != name})
         if (error := _refusal(make, alone)) is None:
             continue
-        dim = fitting(name, sizes_of(name, dims, calls), taker(example, alone, name))
+        dim = accepted_dim(name, sizes_of(name, dims, calls), taker(example, alone, name))
         if dim is not None and _refusal(make, replaced(alone, {name: dim})) is None:
             found[name] = dim
         else:

@@ -27,7 +27,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.dynamic_dims import BATCHES
 from trimtab.core.limits import Limits
 from trimtab.core.measurement import SLOW_PAIRS, Comparison, Interval, Measurement
-from trimtab.core.network import MOST_LAYERS, described
+from trimtab.core.network import MOST_LAYERS, describe_network
 from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim, Signature
@@ -131,7 +131,7 @@ def _pipeline(
         return State.SKIPPED, reason
 
     candidate = apply_passes(recipe, subject.candidate)
-    figures["network"] = described(candidate.model, subject.model) if recipe.compresses else None
+    figures["network"] = describe_network(candidate.model, subject.model) if recipe.compresses else None
     executable, figures["cold_s"] = start(recipe, candidate)
     notes = (*candidate.notes, *moved(recipe, candidate, subject.model), *_notes(executable, full))
     figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": notes}

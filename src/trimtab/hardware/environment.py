@@ -41,7 +41,7 @@ RUNTIMES = (
 """Distributions that execute models. Their versions decide speed and are part of the fingerprint."""
 BUILDERS = ("trimtab", "onnx", "onnxscript", "nncf")
 """Distributions that export and quantize models. Their versions are part of the fingerprint too."""
-AGAIN_S = 3600.0
+REMEASURE_S = 3600.0
 """Seconds after which peaks that were measured on a busy machine are measured again."""
 IMPORT_ERRORS = (
     ArithmeticError,
@@ -57,7 +57,7 @@ IMPORT_ERRORS = (
     ValueError,
 )
 """Errors that the import of a broken package raises, for example if one of its libraries is missing or too new."""
-_OTHERS = ("numpy", "torch-pruning", "transformers", "optuna", "safetensors", "ray")
+_OTHER_PACKAGES = ("numpy", "torch-pruning", "transformers", "optuna", "safetensors", "ray")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,18 +233,18 @@ def measured_peaks(environment: Environment, *, cache: pathlib.Path | None = Non
 
     ``cache`` is the cache file (default: ``peaks-<fingerprint>.json`` in :func:`~trimtab.hardware.system.cache_folder`). An
     unreadable file is measured anew; an unwritable one is not fatal. Peaks of a busy machine are measured again after
-    :data:`AGAIN_S`, and the higher rate counts. ``notes`` of the result report these cases. torch's number of threads is
+    :data:`REMEASURE_S`, and the higher rate counts. ``notes`` of the result report these cases. torch's number of threads is
     restored.
     """
     file = cache or _peaks_file(environment)
     known, notes = (None, ()) if refresh else _known_peaks(file, environment.fingerprint)
-    if known is not None and (known.foreign <= BUSY or _age_s(file) < AGAIN_S):
-        return dataclasses.replace(known, notes=_too_low(known))
+    if known is not None and (known.foreign <= BUSY or _age_s(file) < REMEASURE_S):
+        return dataclasses.replace(known, notes=_busy_notes(known))
     limits = [limit for limit in (environment.memory_mb, environment.memory_limit_mb) if limit]
     peaks = measure(environment.fingerprint, environment.usable_cores, len(environment.gpus), min(limits))
     if known is not None:
         peaks = peaks.merged(known)
-    notes += _too_low(peaks)
+    notes += _busy_notes(peaks)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, peaks)
@@ -257,7 +257,7 @@ def _age_s(file: pathlib.Path) -> float:
     return abs(time.time() - file.stat().st_mtime)  # abs: the clock may have been set back
 
 
-def _too_low(peaks: Peaks) -> tuple[str, ...]:
+def _busy_notes(peaks: Peaks) -> tuple[str, ...]:
     """A note if other processes used the CPU while the peaks were measured."""
     if peaks.foreign <= BUSY:
         return ()
@@ -354,7 +354,7 @@ def builders() -> dict[str, str]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    for name in sorted({*RUNTIMES, *BUILDERS, *_OTHERS}):
+    for name in sorted({*RUNTIMES, *BUILDERS, *_OTHER_PACKAGES}):
         try:
             yield name, version(name)
         except PackageNotFoundError:

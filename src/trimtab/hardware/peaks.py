@@ -95,15 +95,15 @@ def measure(fingerprint: str, threads: int, gpus: int, memory_mb: float) -> Peak
             rates.append(_bandwidth("cpu", count, stream))
     finally:
         torch.set_num_threads(threads_before)
-    foreign = _foreign(cpu_before, _cpu_times())
+    foreign = _foreign_share(cpu_before, _cpu_times())
     for index in range(gpus):
         device = f"cuda:{index}"
         rates += [_gemm(kind, device, None) for kind in ("float32", "bfloat16", "float16", "int8")]
         rates.append(_bandwidth(device, None, 2**30))
-    return Peaks(fingerprint=fingerprint, threads=threads, rates=tuple(_raised(rates)), foreign=foreign)
+    return Peaks(fingerprint=fingerprint, threads=threads, rates=tuple(_at_least_one_thread(rates)), foreign=foreign)
 
 
-def _raised(rates: list[Rate]) -> Iterator[Rate]:
+def _at_least_one_thread(rates: list[Rate]) -> Iterator[Rate]:
     """Raise the CPU rates of many threads to at least the rate of one thread. Other load can press them below it."""
     single = {rate.kind: rate.value for rate in rates if rate.threads == 1 and rate.value is not None}
     for rate in rates:
@@ -123,7 +123,7 @@ def _cpu_times() -> tuple[float, float, float]:
     return total, total - times.idle - getattr(times, "iowait", 0.0), time.process_time()
 
 
-def _foreign(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+def _foreign_share(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
     total, busy, own = (late - early for early, late in zip(before, after, strict=True))
     return round(min(max((busy - own) / total, 0.0), 1.0), 3) if total > 0 else 0.0
 
@@ -135,7 +135,7 @@ def _gemm(kind: Kind, device: str, threads: int | None) -> Rate:
     for make in makers:
         try:
             with torch.inference_mode(), products_of_float32(tf32=False), _quiet():
-                value = _growing(make, kind, device)
+                value = _best_over_sizes(make, kind, device)
             return Rate(kind=kind, device=device, threads=threads, unit=unit, value=value)
         except _FAILURES as error:
             reasons.append(str(error).partition("\n")[0][:200])
@@ -149,14 +149,14 @@ def _bandwidth(device: str, threads: int | None, size: int) -> Rate:
         with torch.inference_mode():
             count = size // 12
             a, b, c = (torch.full((count,), value, dtype=torch.float32, device=device) for value in (1.0, 2.0, 0.0))
-            seconds = _best(lambda: torch.add(a, b, alpha=2.0, out=c), device)
+            seconds = _shortest_run(lambda: torch.add(a, b, alpha=2.0, out=c), device)
         return Rate(kind="memory", device=device, threads=threads, unit="GB/s", value=12 * count / seconds / 1e9)
     except RuntimeError as error:
         reason = f"the arrays do not fit in memory: {str(error).partition(chr(10))[0][:200]}"
         return Rate(kind="memory", device=device, threads=threads, unit="GB/s", value=None, reason=reason)
 
 
-def _growing(make: Product, kind: Kind, device: str) -> float:
+def _best_over_sizes(make: Product, kind: Kind, device: str) -> float:
     """The best rate, in 10**9 operations per second, over square matrices of growing size."""
     best = 0.0
     for size in _SIZES:
@@ -167,10 +167,10 @@ def _growing(make: Product, kind: Kind, device: str) -> float:
         # The next size takes about eight times as long; stop before it exceeds the time limit.
         if 8 * seconds > _SECONDS / 2:
             break
-    return max(best, 2e-9 * size**3 / _best(run, device))
+    return max(best, 2e-9 * size**3 / _shortest_run(run, device))
 
 
-def _best(run: Run, device: str) -> float:
+def _shortest_run(run: Run, device: str) -> float:
     """The shortest run in seconds, of at least three runs and of as many as fit in :data:`_SECONDS`."""
     end = time.perf_counter() + _SECONDS
     run()
@@ -203,7 +203,7 @@ def _timed_on_gpu(run: Run, device: str) -> float:
 
 def _float_product(size: int, kind: Kind, device: str) -> Run:
     dtype = getattr(torch, kind)
-    a, b = (_noise(size, device).to(dtype) for _ in range(2))
+    a, b = (_random_floats(size, device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
 
@@ -212,8 +212,8 @@ def _onednn_product(size: int, kind: Kind, device: str) -> Run:
     """The kernel of PyTorch's own int8 linear layers on x86: unsigned activations, signed weights."""
     if device != "cpu":
         raise RuntimeError("oneDNN computes on CPUs only")
-    weight = _bytes(size, device)
-    x = _bytes(size, device).view(torch.uint8)
+    weight = _random_int8(size, device)
+    x = _random_int8(size, device).view(torch.uint8)
     packed = torch.ops.onednn.qlinear_prepack(weight, [size, size])
     scales, zeros = torch.full((size,), 0.01), torch.zeros(size, dtype=torch.int64)
     linear = torch.ops.onednn.qlinear_pointwise
@@ -224,26 +224,26 @@ def _quantized_product(size: int, kind: Kind, device: str) -> Run:
     """The kernel of torch's default quantization engine; on ARM it is not oneDNN."""
     if device != "cpu":
         raise RuntimeError("the quantization engines compute on CPUs only")
-    x = torch.quantize_per_tensor(_noise(size, device), 0.02, 128, torch.quint8)
-    weight = torch.quantize_per_tensor(_noise(size, device), 0.02, 0, torch.qint8)
+    x = torch.quantize_per_tensor(_random_floats(size, device), 0.02, 128, torch.quint8)
+    weight = torch.quantize_per_tensor(_random_floats(size, device), 0.02, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(weight, None)
     return lambda: torch.ops.quantized.linear(x, packed, 1.0, 0)
 
 
 def _int_mm(size: int, kind: Kind, device: str) -> Run:
-    a, b = _bytes(size, device), _bytes(size, device)
+    a, b = _random_int8(size, device), _random_int8(size, device)
     return lambda: torch._int_mm(a, b)
 
 
 _INT8 = (_onednn_product, _quantized_product, _int_mm)
 
 
-def _noise(size: int, device: str) -> torch.Tensor:
+def _random_floats(size: int, device: str) -> torch.Tensor:
     """Random values, because zeros draw less power. A private generator leaves the user's random state unchanged."""
     return torch.randn(size, size, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
-def _bytes(size: int, device: str) -> torch.Tensor:
+def _random_int8(size: int, device: str) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(0)
     return torch.randint(-100, 100, (size, size), dtype=torch.int8, device=device, generator=generator)
 

@@ -127,7 +127,7 @@ def usable_cores() -> int:
 
 def cpu_quota(root: pathlib.Path = ROOT) -> float | None:
     """The lowest CPU limit of this process's cgroups (v1 and v2), in cores; ``None`` without a limit."""
-    limits = [_share(*text.split()[:2]) for folder in _folders(root, "cpu") if len((text := _v2_cpu(folder)).split()) == 2]
+    limits = [_cores(*text.split()[:2]) for folder in _cgroups(root, "cpu") if len((text := _v2_cpu(folder)).split()) == 2]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -137,7 +137,7 @@ def free_mb() -> float:
     return free if limit is None else max(0.1 * limit, min(free, limit - psutil.Process().memory_info().rss / 1e6))
 
 
-def lifetime_mb() -> float:
+def peak_rss_mb() -> float:
     """Peak resident memory of this process in MB; 0 if the system does not report it."""
     info: Any = psutil.Process().memory_info()
     if hasattr(info, "peak_wset"):
@@ -150,7 +150,7 @@ def lifetime_mb() -> float:
 
 def memory_limit_mb(root: pathlib.Path = ROOT) -> float | None:
     """The lowest memory limit of this process's cgroups, in MB (10**6 bytes); ``None`` without a limit."""
-    texts = [read(folder / name) for folder in _folders(root, "memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    texts = [read(folder / name) for folder in _cgroups(root, "memory") for name in ("memory.max", "memory.limit_in_bytes")]
     limits = [int(text) for text in texts if text and text.isdigit() and int(text) < _UNLIMITED]
     return min(limits) / 1e6 if limits else None
 
@@ -195,7 +195,7 @@ def no_compiler() -> str | None:
     return None
 
 
-def _folders(root: pathlib.Path, controller: str) -> Iterator[pathlib.Path]:
+def _cgroups(root: pathlib.Path, controller: str) -> Iterator[pathlib.Path]:
     """This process's cgroup folders of ``controller``, and their parents: a limit on any level applies."""
     mount = root / "sys/fs/cgroup"
     for line in (read(root / "proc/self/cgroup") or "0::/").splitlines():
@@ -219,7 +219,7 @@ def _v2_cpu(folder: pathlib.Path) -> str:
     return f"{read(folder / 'cpu.cfs_quota_us') or ''} {read(folder / 'cpu.cfs_period_us') or ''}"
 
 
-def _share(quota: str, period: str) -> float | None:
+def _cores(quota: str, period: str) -> float | None:
     """The quota in cores; ``None`` without a limit ("max" or -1)."""
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from trimtab._internal.text import no_file
 from trimtab.core.capture import Call
-from trimtab.core.dynamic_dims import BATCH, BATCHES, Dims, fitting, resized
+from trimtab.core.dynamic_dims import BATCH, BATCHES, Dims, accepted_dim, resized
 from trimtab.core.signature import Dim, dtype_name
 from trimtab.core.workload import as_call
 from trimtab.data.batch_independence import ROUNDING, Judge
@@ -300,7 +300,7 @@ def as_far_as_proven(
         )
         if (other := dim.near(now, 1, -1)) == now or works(other):
             continue
-        found = fitting(name, [now], works)
+        found = accepted_dim(name, [now], works)
         known[name] = now if found is None else Dim(name, dim.min, dim.max, found.step)
     fixed = [name for name, size in known.items() if isinstance(size, int)]
     notes = [f"The file leaves {', '.join(fixed)} open, but only the example's size works; it is fixed."] if fixed else []

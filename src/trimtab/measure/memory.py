@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 import torch
 
-from trimtab.hardware.system import lifetime_mb
+from trimtab.hardware.system import peak_rss_mb
 
 _STATUS = pathlib.Path("/proc/self/status")
 _CLEAR = pathlib.Path("/proc/self/clear_refs")
@@ -112,7 +112,7 @@ class _Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="trimtab-memory", daemon=True)
         self._done = threading.Event()
-        self._mark = lifetime_mb()
+        self._mark = peak_rss_mb()
         self._peak = rss_mb()
 
     def run(self) -> None:
@@ -124,7 +124,7 @@ class _Sampler(threading.Thread):
         """The peak in MB, and how it was measured."""
         self._done.set()
         self.join()
-        lifetime = lifetime_mb()
+        lifetime = peak_rss_mb()
         if lifetime > max(self._mark, self._peak):
             return lifetime, "lifetime high-water mark, which rose in the block"
         return max(self._peak, rss_mb()), f"samples every {_INTERVAL * 1e3:.0f} ms"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trimtab._internal.text import counted, plain
-from trimtab.core.measurement import MANY, Drop, Interval, Parity
+from trimtab.core.measurement import MAX_SHOWN, Drop, Interval, Parity
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import Mode
 from trimtab.core.trial import Trial
@@ -182,7 +182,7 @@ def span(interval: Interval | None) -> str:
     """``2.41 to 2.66``; empty if unknown. An infinite upper bound is left out."""
     if interval is None or known(interval.low) is None:
         return ""
-    high = times(interval.high)[:-1] if interval.high <= MANY else f">{MANY:.0f}"
+    high = times(interval.high)[:-1] if interval.high <= MAX_SHOWN else f">{MAX_SHOWN:.0f}"
     return f"{times(interval.low)[:-1]} to {high}"
 
 

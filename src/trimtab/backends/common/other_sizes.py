@@ -14,7 +14,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Dim
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.hardware.system import free_mb, lifetime_mb
+from trimtab.hardware.system import free_mb, peak_rss_mb
 from trimtab.tensors.comparison import ordered
 
 FAR, FARTHEST = 8, 32
@@ -89,10 +89,10 @@ def farthest(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> Far | N
             if _elements(candidate, sizes) > FAR_ELEMENTS:
                 continue
             leaves = shuffled(candidate, sizes, dim.name)
-            free, peak, begun = free_mb(), lifetime_mb(), time.perf_counter()
+            free, peak, begun = free_mb(), peak_rss_mb(), time.perf_counter()
             answered = answer(candidate, leaves)
             found = found if answered is None else Far(sizes, leaves, answered)
-            if time.perf_counter() - begun > FAR_S or lifetime_mb() - peak > FAR_SHARE * free:
+            if time.perf_counter() - begun > FAR_S or peak_rss_mb() - peak > FAR_SHARE * free:
                 return found
             if answered is not None:
                 break
