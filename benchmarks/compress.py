@@ -37,7 +37,7 @@ from typing import Any
 
 from trimtab._internal.serialization import to_json
 from trimtab.hardware.environment import Environment
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 
 HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "compress.jsonl"
@@ -182,7 +182,7 @@ def verdicts(rows: Sequence[Row], vnni: bool) -> Iterator[tuple[bool, str]]:
 def append(row: Row, path: pathlib.Path) -> None:
     """Write ``row`` with its conditions as one more line."""
     machine = Environment.capture()
-    busy = others()
+    busy = other_load()
     conditions = {"machine": to_json(machine), "vnni": has_vnni(machine), "others": None if busy is None else str(busy)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -231,7 +231,7 @@ def main() -> int:
     if given.summary:
         return summary(given.results)
     machine = Environment.capture()
-    print(f"{machine.cpu}, {'with' if has_vnni(machine) else 'without'} VNNI; others: {others()}", flush=True)
+    print(f"{machine.cpu}, {'with' if has_vnni(machine) else 'without'} VNNI; others: {other_load()}", flush=True)
     with tempfile.TemporaryDirectory() as place:
         scratch = pathlib.Path(place)
         if given.studies:

@@ -48,7 +48,7 @@ from trimtab._internal.units import seconds
 from trimtab.core.diagnosis import LOSSES_STAY
 from trimtab.core.measurement import Interval
 from trimtab.hardware.environment import Environment
-from trimtab.measure.host import Host, foreign, others
+from trimtab.measure.host import Host, foreign, other_load
 from trimtab.measure.quantiles import t_quantile
 
 SCRIPTS = pathlib.Path(__file__).resolve().parent.parent / "examples" / "scripts"
@@ -399,14 +399,14 @@ def main() -> int:
     done = {row.script.name for row in rows if not row.problems} if asked.only is None else set()
     here = f"{environment.cpu}, {environment.usable_cores} CPUs, {environment.os}"
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
-    print(f"{here}; {others()}; load {os.getloadavg()[0]:.1f}\n{versions}")
+    print(f"{here}; {other_load()}; load {os.getloadavg()[0]:.1f}\n{versions}")
     print(f"{asked.each:g} s a script, up to {asked.rounds} rounds of turns in fresh processes\n{HEAD}", flush=True)
     for row in rows:
         print(row.line(), flush=True)
     for script in (scripts[name] for name in names if name not in done):
         if asked.set not in (None, script.set):
             continue
-        busy = str(others())
+        busy = str(other_load())
         with tempfile.TemporaryDirectory(prefix="doctor-") as scratch:
             row = measure(script, asked, pathlib.Path(scratch))
         row.conditions = {"machine": here, "torch": environment.versions.get("torch"), "each_s": asked.each, "busy": busy}

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from typing import Any
 
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 
 CAUSES = {"one_by_one", "workers_few"}
 MODEL = """
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--scripts", default=",".join(SCRIPTS), help="some of them, with commas between")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for each")
     asked = parser.parse_args()
-    print(others())
+    print(other_load())
     good = True
     for name in asked.scripts.split(","):
         with tempfile.TemporaryDirectory(prefix="frameworks-") as folder:

@@ -43,7 +43,7 @@ from typing import Any
 from trimtab._internal.serialization import write_json
 from trimtab._internal.units import seconds
 from trimtab.hardware.environment import Environment
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 
 HERE = pathlib.Path(__file__).resolve().parent
 DIGITS = str(HERE.parent / "examples" / "digits.py")
@@ -293,7 +293,7 @@ def main() -> int:
     options.rows = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     environment = Environment.capture()
     for part in options.parts:
-        conditions = f"{environment.cpu}, {environment.usable_cores} CPUs; {others()}"
+        conditions = f"{environment.cpu}, {environment.usable_cores} CPUs; {other_load()}"
         print(f"{part}  {conditions}", flush=True)
         for row in PARTS[part](options):
             options.rows.append({"part": part, **row, "conditions": conditions})

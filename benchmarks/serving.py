@@ -57,7 +57,7 @@ from serving_report import PEERS, Store, median, verdicts
 from trimtab._internal.units import seconds
 from trimtab.hardware.environment import Environment
 from trimtab.hardware.system import cache_folder
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 
 HERE = pathlib.Path(__file__).resolve().parent
 PACKAGES = ("litserve==0.2.19", "ray[serve]==2.60.0", "fastapi", "uvicorn[standard]", "numpy", "onnxruntime")
@@ -417,7 +417,7 @@ def main() -> int:
         sys.exit(f"There is no model {min(unknown)!r}. Give some of {', '.join(MODELS)}.")
     rounds, length = (1, 2.0) if given.quick else (given.rounds, given.seconds)
     pythons = peers_that_install([name for name in given.peers.split(",") if name])
-    environment, busy = Environment.capture(), others()
+    environment, busy = Environment.capture(), other_load()
     print(f"{environment.cpu}, {environment.usable_cores} CPUs; others use {busy}; {rounds} rounds of {length:g} s", flush=True)
     conditions = {"cpu": environment.cpu, "cores": environment.usable_cores, "seconds": length}
     store = Store(given.json, conditions | {"packages": [*PACKAGES, *TRITON_PACKAGES]}, models if given.fresh else ())

@@ -31,7 +31,7 @@ from serving import free_port, prepare, serving
 from trimtab._internal.serialization import write_json
 from trimtab._internal.units import seconds
 from trimtab.hardware.environment import Environment
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 from trimtab.serve.load_test import STOOD_S, load_test
 
 SHARE, STRETCH_S, P99_S, GROWTH = 0.7, 15.0, 0.05, 0.02
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     given = parser.parse_args()
     whole, environment = seconds(given.time, "--time"), Environment.capture()
-    print(f"{environment.cpu}, {environment.usable_cores} CPUs; others use {others()}", flush=True)
+    print(f"{environment.cpu}, {environment.usable_cores} CPUs; others use {other_load()}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         prepare("mlp", folder)

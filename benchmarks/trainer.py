@@ -53,7 +53,7 @@ from trimtab.core.measurement import Comparison
 from trimtab.hardware.system import keep_freed_memory
 from trimtab.measure.pairs import compare
 from trimtab.measure.pooled import pooled
-from trimtab.measure.timer import LocalRunner, Runner, Sample, SampledRunner, pace, uncollected
+from trimtab.measure.timer import LocalRunner, Runner, Sample, SampledRunner, gc_disabled, pace
 
 Data = list[tuple[torch.Tensor, torch.Tensor]]
 Build = Callable[[], tuple[nn.Module, Data]]
@@ -334,7 +334,7 @@ class Script:
         hook = register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter_ns()))
         try:
             torch.manual_seed(0)
-            with uncollected():
+            with gc_disabled():
                 self._run(calls + 2)
         finally:
             hook.remove()

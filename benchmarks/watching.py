@@ -23,7 +23,7 @@ import sys
 import tempfile
 
 from trimtab._internal.units import seconds
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 from trimtab.measure.quantiles import t_quantile
 from trimtab.probe.command import Command
 from trimtab.probe.observe import observe
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--step", default="5ms", help="CPU time of a step, about")
     parser.add_argument("--quads", type=int, default=120, help="A B B A, of ten steps each")
     asked = parser.parse_args()
-    busy = others()
+    busy = other_load()
     with tempfile.TemporaryDirectory(prefix="watching-") as name:
         script, out = pathlib.Path(name, "train.py"), pathlib.Path(name, "turns.json")
         script.write_text(SCRIPT, encoding="utf-8")

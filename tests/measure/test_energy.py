@@ -118,7 +118,7 @@ def test_the_energy_of_a_call_is_the_power_meanwhile_and_its_time() -> None:
     counter = Counter("c", lambda: int(1e6 * (runner.joules + 5 * (time.perf_counter() - begun))), 1e-6)
     power = Power(Meter([counter]))
     for name in ("subject", "rival"):
-        power.look(name, runner, 0.02)
+        power.measure(name, runner, 0.02)
     found = power.energy(0.02, 0.04)
     assert found.subject_j == pytest.approx(15 * 0.02, rel=0.2)
     assert found.rival_j == pytest.approx(15 * 0.04, rel=0.2)
@@ -130,7 +130,7 @@ def test_what_cannot_be_counted_is_a_reason() -> None:
     still = Power(Meter([Counter("c", lambda: 7, 1.0)]))
     values = iter([7, 8])
     for power in (still, gone := Power(Meter([Counter("c", lambda: read(values), 1.0)])), none := Power("There is no meter.")):
-        power.look("subject", Steady(), 0.02)
+        power.measure("subject", Steady(), 0.02)
     assert still.energy(1.0, None).reason == "Energy cannot be measured here: its counters do not move."
     assert gone.energy(1.0, None).reason == "Energy cannot be measured here: it was switched off."
     assert none.energy(1.0, 1.0) == Energy(reason="There is no meter.")

@@ -19,7 +19,7 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure import quantiles
 from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.stats import (
-    FEW,
+    MIN_RESAMPLES,
     bootstrap_drop,
     mean_upper,
     median_interval,
@@ -418,7 +418,7 @@ def test_a_slow_metric_stops_by_the_clock_and_says_how_far_it_got() -> None:
     found = bootstrap_drop(slow, 400, limit=0.2, seconds=0.1)
     assert time.perf_counter() - begun < 1.5, "200 resamples take four seconds"
     count = int(re.fullmatch(r"bootstrap \((\d+) resamples\)", found.method)[1])  # type: ignore[index]
-    assert FEW <= count <= 11
+    assert MIN_RESAMPLES <= count <= 11
     assert found.decided is True, "a few resamples decide what is clear"
     assert found.upper - found.value > (paired_drop(*sides).upper - found.value) * 0.5
 
@@ -427,7 +427,7 @@ def test_a_slow_metric_stops_by_the_clock_and_says_how_far_it_got() -> None:
     assert slower.decided is None
 
 
-@pytest.mark.parametrize("resamples", [FEW, 12, 60])
+@pytest.mark.parametrize("resamples", [MIN_RESAMPLES, 12, 60])
 def test_few_resamples_give_bounds_that_hold(resamples: int) -> None:
     rng, hits, widths = np.random.default_rng(10), [], []
     for _ in range(600):

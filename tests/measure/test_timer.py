@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from trimtab.measure.timer import LocalRunner, Runner, calls_for, synchronizer, unrecorded, warm_up
+from trimtab.measure.timer import LocalRunner, Runner, calls_for, synchronizer, unrecorded_calls, warm_up
 
 pytestmark = pytest.mark.alone
 
@@ -31,7 +31,7 @@ def test_unrecorded_calls_are_a_bounded_share(calls: int, extra: int) -> None:
     made: list[int] = []
     assert len(LocalRunner(lambda: made.append(1)).block(calls)) == calls
     assert len(made) == calls + extra
-    assert unrecorded(calls) == extra
+    assert unrecorded_calls(calls) == extra
 
 
 def test_work_is_waited_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from trimtab.core.evidence import ProbeRecord
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.measure.host import Others
+from trimtab.measure.host import OtherLoad
 from trimtab.probe.command import Command
 from trimtab.probe.observe import observe
 
@@ -166,7 +166,7 @@ def test_a_script_that_ends_early_was_seen_to_its_end(tmp_path: pathlib.Path, mo
     monkeypatch.chdir(tmp_path)
     text = (SCRIPTS / "train.py").read_text(encoding="utf-8").replace("set_num_threads(1)", "set_num_threads(2)")
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
-    monkeypatch.setattr("trimtab.probe.observe.others", lambda: Others(0.9, 2))
+    monkeypatch.setattr("trimtab.probe.observe.other_load", lambda: OtherLoad(0.9, 2))
     record = observe(Command.of("train.py", args=["--epochs", "1"]), steps=1000, seconds=120, in_place=True)
     assert record.threads == 2
     assert "the script was watched with one thread in place of 2" in record.notes[-1]

@@ -10,7 +10,7 @@ from torch import nn
 
 import trimtab
 from trimtab.artifact.artifact import open_artifact
-from trimtab.measure.host import BUSY, Others, others
+from trimtab.measure.host import BUSY, OtherLoad, other_load
 from trimtab.study.study import Study
 
 
@@ -31,7 +31,7 @@ def workload() -> trimtab.Workload:
 def optimized(
     out: pathlib.Path, monkeypatch: pytest.MonkeyPatch, share: float, trials: int
 ) -> tuple[trimtab.Result, list[str]]:
-    monkeypatch.setattr("trimtab.study.study.others", lambda: Others(share, 2))
+    monkeypatch.setattr("trimtab.study.study.other_load", lambda: OtherLoad(share, 2))
     said = Said()
     found = trimtab.optimize(workload(), trials=trials, out=out, timing_seconds=0.4, progress=said)
     return found, said.lines
@@ -69,8 +69,8 @@ def test_a_quiet_machine_has_all_threads_and_no_word_about_it(tmp_path: pathlib.
 
 
 def test_what_others_use_is_a_share_of_the_cpus() -> None:
-    found = others(0.2)
+    found = other_load(0.2)
     if found is None:
         pytest.skip("This machine has no /proc/stat.")
     assert 0.0 <= found.share <= 1.0
-    assert str(Others(0.5, 1)) == "other processes used 50% of this CPU"
+    assert str(OtherLoad(0.5, 1)) == "other processes used 50% of this CPU"

@@ -197,7 +197,7 @@ def _start(
         found = pairs.compare(subject, rival, width=width, **start_timing(seconds, count)._asdict(), process_noise=0.0)
         if power is not None:
             for (name, runner), call_s in zip(runners.items(), calls, strict=True):
-                power.look(name, runner, call_s)
+                power.measure(name, runner, call_s)
         return found, facts, count
 
 

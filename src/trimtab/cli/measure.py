@@ -18,7 +18,7 @@ from trimtab.cli._lazy import late
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, brought
 from trimtab.core.measurement import Interval
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 
 if TYPE_CHECKING:
     from trimtab.artifact.artifact import Verification
@@ -83,7 +83,7 @@ def measure_command(
 
 def _note_others() -> None:
     """Print a note to standard error if other processes make this machine busy."""
-    found = others()
+    found = other_load()
     if found is not None and found.busy:
         typer.echo(f"note: Busy machine: {found}, so figures will be wide.", err=True)
 

@@ -22,8 +22,8 @@ from trimtab.data.batches import Batch, arrays_to_tensors
 from trimtab.data.joining import example_counts, joined, spared
 from trimtab.data.scores import number, numbers, shown
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop, refuse_memory
-from trimtab.measure.structures import unlike
+from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop, refuse_stateful
+from trimtab.measure.structures import structure_difference
 from trimtab.tensors.comparison import is_discrete
 from trimtab.tensors.structure import Structure, classes, cloned, flatten, handed_on, names, unflatten
 
@@ -283,7 +283,7 @@ def _refuse_stateful_metric(evaluation: Evaluation, found: Reference, batches: S
     backwards = _rows_of(counts, batches)(np.arange(found.scores.n)[::-1].copy())
     others = joined([batch.target for batch in batches], counts)(backwards)
     _metric_of_failure(evaluation.metric, joined(nested, counts)(None), others)
-    refuse_memory(first, score(evaluation, nested, batches).value, abs(first) or 1.0)
+    refuse_stateful(first, score(evaluation, nested, batches).value, abs(first) or 1.0)
 
 
 def _refuse_stateful_score(evaluation: Evaluation, found: Reference, outputs: Sequence[Any], batches: Sequence[Batch]) -> None:
@@ -348,7 +348,7 @@ def _check_outputs(
             f"The model gives outputs of {_shapes(outputs[0])} and then of {_shapes(again)} for the same input. A model whose "
             "shapes change from call to call cannot be compared with anything. Let them follow from the inputs alone."
         )
-    if changed := unlike(structure, structured, False, "Asked again, the output"):
+    if changed := structure_difference(structure, structured, False, "Asked again, the output"):
         raise WorkloadError(
             f"The model gives different values for the same input. {changed} Turn off what is random in it, or in the "
             "evaluation's run, and leave out what only measures time or counts calls."

@@ -86,7 +86,7 @@ class Power:
         self._meter = meter
         self._watts = collections.defaultdict[str, list[float]](list)
 
-    def look(self, name: str, runner: Runner, call_s: float) -> None:
+    def measure(self, name: str, runner: Runner, call_s: float) -> None:
         """Meter back-to-back calls of ``runner``, each of about ``call_s`` seconds."""
         if isinstance(self._meter, str):
             return

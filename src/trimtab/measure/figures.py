@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from trimtab.core.measurement import Relative
-from trimtab.measure.values import finite, scale_of, unrelated
+from trimtab.measure.values import count_unrelated, finite, scale_of
 from trimtab.tensors.comparison import is_discrete
 
 Tensor = torch.Tensor
@@ -78,7 +78,7 @@ def figures_of(name: str, reference: Sequence[Tensor], outputs: Sequence[Tensor]
         relative_to=relative_to,
         noise=rounding * size / scale,
         peak_noise=rounding * peak / scale,
-        unrelated=sum(unrelated(a, b, scale) for a, b in zip(reference, outputs, strict=True)) if far else 0,
+        unrelated=sum(count_unrelated(a, b, scale) for a, b in zip(reference, outputs, strict=True)) if far else 0,
     )
 
 

@@ -113,13 +113,13 @@ def usage(before: Snapshot | None, after: Snapshot | None) -> Share | None:
 
 BUSY = 0.25
 """Share of the CPUs from which on other processes make a machine busy: several threads cannot be timed beside them."""
-LOOK_S = 0.5
+WATCH_S = 0.5
 """Seconds for which the use of the CPUs is watched."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Others:
-    """What other processes used of the CPUs at one moment."""
+class OtherLoad:
+    """Share of the CPUs that other processes used over a short interval."""
 
     share: float
     cpus: int
@@ -133,14 +133,14 @@ class Others:
         return f"other processes used {self.share:.0%} of {'this CPU' if self.cpus == 1 else f'these {self.cpus} CPUs'}"
 
 
-def others(seconds: float = LOOK_S) -> Others | None:
-    """What processes other than this one and its children use of the CPUs now; ``None`` if it is not known."""
+def other_load(seconds: float = WATCH_S) -> OtherLoad | None:
+    """Measure the share of the CPUs that other processes use now; ``None`` if unknown. Children of this one are not counted."""
     host = Host({os.getpid()})
     before = host.snapshot()
     time.sleep(seconds)
     after = host.snapshot()
     found = usage(before, after)
-    return None if found is None or after is None else Others(max(0.0, found.disturbed), after.cpus)
+    return None if found is None or after is None else OtherLoad(max(0.0, found.disturbed), after.cpus)
 
 
 def foreign(before: Snapshot | None, after: Snapshot | None) -> float | None:

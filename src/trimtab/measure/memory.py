@@ -72,8 +72,8 @@ class PeakMemory:
         self._devices = _allocated()
         for index in range(len(self._devices)):
             torch.cuda.reset_peak_memory_stats(index)
-        if _reset_mark():
-            self._idle = _mark_mb()
+        if _reset_peak():
+            self._idle = _kernel_peak_mb()
         else:
             self._idle = rss_mb()
             self._sampler = _Sampler()
@@ -82,7 +82,7 @@ class PeakMemory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._sampler is None:
-            peak, method = _mark_mb(), "kernel high-water mark"
+            peak, method = _kernel_peak_mb(), "kernel high-water mark"
         else:
             peak, method = self._sampler.finish()
         before = self._devices or [0] * len(_allocated())  # the block may have initialized CUDA
@@ -112,7 +112,7 @@ class _Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="trimtab-memory", daemon=True)
         self._done = threading.Event()
-        self._mark = peak_rss_mb()
+        self._lifetime_before = peak_rss_mb()
         self._peak = rss_mb()
 
     def run(self) -> None:
@@ -125,7 +125,7 @@ class _Sampler(threading.Thread):
         self._done.set()
         self.join()
         lifetime = peak_rss_mb()
-        if lifetime > max(self._mark, self._peak):
+        if lifetime > max(self._lifetime_before, self._peak):
             return lifetime, "lifetime high-water mark, which rose in the block"
         return max(self._peak, rss_mb()), f"samples every {_INTERVAL * 1e3:.0f} ms"
 
@@ -137,16 +137,16 @@ def _allocated() -> list[int]:
     return [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
 
 
-def _reset_mark() -> bool:
+def _reset_peak() -> bool:
     """Reset the kernel's peak to the present level. Works on Linux only; some containers forbid or ignore it."""
     try:
         _CLEAR.write_text("5")
     except OSError:
         return False
-    return 0 < _mark_mb() < rss_mb() + _SLACK_MB
+    return 0 < _kernel_peak_mb() < rss_mb() + _SLACK_MB
 
 
-def _mark_mb() -> float:
+def _kernel_peak_mb() -> float:
     """The kernel's peak in MB; 0 if it keeps none. /proc writes kB for 1024 bytes."""
     try:
         lines = _STATUS.read_text().splitlines()

@@ -23,9 +23,9 @@ from trimtab.measure.undisturbed import compare_undisturbed
 
 DISTURBED = 0.10
 """A quad is discarded if other processes had more than this share of the CPUs that we may use."""
-SLOWED, USUAL = 0.15, 0.25
+SLOWED, USUAL_QUANTILE = 0.15, 0.25
 """A quad is discarded if the core was slower by more than :data:`SLOWED` around one of its blocks. The usual pace is the
-:data:`USUAL` quantile over all blocks: a neighbour may be there most of the time, and a clock that was fast at first must not
+:data:`USUAL_QUANTILE` over all blocks: a neighbour may be there most of the time, and a clock that was fast at first must not
 count for long."""
 SLACK_TICKS = 2.0
 """Ticks of the kernel's clock by which a block's CPU share may be wrong; allowed before a block counts as disturbed."""
@@ -55,12 +55,12 @@ WARM_UP_SHARE = 0.15
 PATIENCE = 2.0
 """If quiet quads are rare, the time limit is extended up to this factor until there are enough."""
 
-LUCKY = 0.1
-"""Share of calls that count as undisturbed if hardly any block was."""
+FAST_QUANTILE = 0.1
+"""Quantile of the calls that counts as undisturbed if hardly any block was."""
 BURST, BURST_SHARE = 64, 0.1
 """Maximum calls in a row of each side, and their share of the time, among which an undisturbed call is sought if hardly any
 block was: neighbours stop the threads of a call at the beginning of a turn far more often than those of a later one."""
-LEFT = 1e-4
+LEAST_RUNNING = 1e-4
 """Minimum share of its time that a call counts as running: its waiting threads may together wait longer than the call takes."""
 
 
@@ -81,9 +81,9 @@ class Block:
         return max(1.0, statistics.median(self.times))
 
     @cached_property
-    def lucky_ns(self) -> float:
-        """The :data:`LUCKY` quantile of the calls in nanoseconds, at least 1: a call that hardly anything disturbed."""
-        return max(1.0, quantile_of(self.times, LUCKY))
+    def fast_ns(self) -> float:
+        """The :data:`FAST_QUANTILE` of the calls in nanoseconds, at least 1: a call that hardly anything disturbed."""
+        return max(1.0, quantile_of(self.times, FAST_QUANTILE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ def compare(
     ``stolen`` and ``slowed`` say how noisy they were. The ratio is then that of the fastest calls of both sides, which hardly
     anything disturbed (Chen and Revels, "Robust benchmarking in noisy environments", 2016). In 29 studies of a small network,
     on a host whose cores changed their pace from minute to minute, its standard deviation was 4% around the ratio of quiet
-    minutes; that of the ratio of the blocks' :data:`LUCKY` quantiles was 7%, up to 28% above it. The interval is as wide as
+    minutes; that of the ratio of the blocks' :data:`FAST_QUANTILE` was 7%, up to 28% above it. The interval is as wide as
     that of these quantiles. It also contains their ratio, that of the medians, and, where others used more than
     :data:`DISTURBED` of the CPUs, that of the calls' times without the time in which their threads waited for a core.
 
@@ -189,7 +189,7 @@ def compare(
             elapsed = time.perf_counter() - begun
             on_progress(Progress(len(session.quiet), len(session.noisy), session.ratio(), elapsed, seconds))
     if len(session.quiet) < min_quads and session.noisy:
-        session.look(BURST_SHARE * seconds)
+        session.find_fastest(BURST_SHARE * seconds)
     return _result(session, stopped, min_quads, conditions or {}, noise)
 
 
@@ -211,13 +211,13 @@ class _Session:
         self.calls = {name: calls_for(block_s, each.call_s) for name, each in self.warm.items()}
         self.quiet: list[Quad] = []
         self.noisy: list[Quad] = []
-        self.quickest: dict[str, int] | None = None
-        """Nanoseconds of the quickest call of each side, once :meth:`look` has looked for it."""
+        self.fastest_ns: dict[str, int] | None = None
+        """Nanoseconds of the fastest call of each side; ``None`` before :meth:`find_fastest`."""
         self._host = host
         self._usual_pace: dict[str, list[float]] = {}
         lead_s = min(LEAD_S, LEAD_BLOCKS * block_s) if candidate.pid != rival.pid else 0.0
         self._lead = {name: min(MAX_CALLS, int(lead_s / each.call_s)) for name, each in self.warm.items()}
-        self._last: str | None = None
+        self._last_side: str | None = None
         """The side whose block was the last."""
 
     def measure(self) -> None:
@@ -246,19 +246,19 @@ class _Session:
         """The ratio over the quiet quads, once there are enough for an interval."""
         return _ratio(self.quiet) if len(self.quiet) >= FEWEST_QUADS else None
 
-    def look(self, seconds: float) -> None:
+    def find_fastest(self, seconds: float) -> None:
         """Find the fastest call of each side, among the measured calls and further ones that take at most ``seconds``."""
-        self.quickest = {}
+        self.fastest_ns = {}
         for name, runner in self.sides.items():
             more = runner.block(min(BURST, calls_for(seconds, self.warm[name].call_s)))
             blocks = [block for quad in (*self.quiet, *self.noisy) for block in getattr(quad, name)]
-            self.quickest[name] = min(*more, *(ns for block in blocks for ns in block.times))
+            self.fastest_ns[name] = min(*more, *(ns for block in blocks for ns in block.times))
 
     def _block(self, side: str) -> Block:
         runner, calls = self.sides[side], self.calls[side]
-        if self._last != side and (lead := self._lead[side]):
+        if self._last_side != side and (lead := self._lead[side]):
             runner.block(lead)
-        self._last = side
+        self._last_side = side
         before, first = self._host.snapshot(), runner.pace()
         began = waits(runner.pid)
         times = runner.block(calls)
@@ -272,7 +272,7 @@ class _Session:
 def _usual_pace(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
     """The usual pace before and after blocks of one side, because heavy work may leave the core slower."""
     blocks = [block for pair in pairs for block in pair]
-    return [quantile_of([block.paces[i] for block in blocks], USUAL) for i in (0, 1)]
+    return [quantile_of([block.paces[i] for block in blocks], USUAL_QUANTILE) for i in (0, 1)]
 
 
 def _stop_reason(
@@ -299,13 +299,13 @@ def _result(
     used = session.quiet + sorted(session.noisy, key=lambda quad: quad.mean("disturbed") + session.slowed(quad))[:missing]
     sides = {"candidate": [q.candidate for q in used], "rival": [q.rival for q in used]}
     timed = {name: _measurement(session, name, pairs, conditions) for name, pairs in sides.items()}
-    ratio = widened(_ratio(used, lucky=missing > 0), process_noise)
+    ratio = widened(_ratio(used, fast=missing > 0), process_noise)
     sampling = estimates = None
     if missing:  # if neighbours starve calls, the fastest calls and the running time may give another ratio than blocks
-        best = session.quickest
+        best = session.fastest_ns
         fastest = ratio.value if best is None else max(1, best["rival"]) / max(1, best["candidate"])
         sampling = Interval(fastest, fastest * ratio.low / ratio.value, fastest * ratio.high / ratio.value)
-        quantiles = [_quantile_ratio(used, share) for share in (LUCKY, 0.5)]
+        quantiles = [_quantile_ratio(used, share) for share in (FAST_QUANTILE, 0.5)]
         crowded = statistics.fmean(quad.mean("disturbed") for quad in used) > DISTURBED
         running = _running_time_ratio(used) if crowded else fastest
         seen = [fastest, ratio.value, _ratio(used).value, *quantiles, running]
@@ -345,10 +345,10 @@ def _measurement(
     return summarize(times, unit="ms", conditions=own | dict(conditions), blocks=[block.ns for block in blocks])
 
 
-def _ratio(quads: Sequence[Quad], *, lucky: bool = False) -> Interval:
-    """The ratio of the blocks' medians, or of their :data:`LUCKY` quantiles."""
+def _ratio(quads: Sequence[Quad], *, fast: bool = False) -> Interval:
+    """The ratio of the blocks' medians, or of their :data:`FAST_QUANTILE`."""
     rival, candidate = (
-        [block.lucky_ns if lucky else block.ns for quad in quads for block in getattr(quad, side)]
+        [block.fast_ns if fast else block.ns for quad in quads for block in getattr(quad, side)]
         for side in ("rival", "candidate")
     )
     return ratio_interval(rival, candidate)
@@ -373,7 +373,7 @@ def _running_time_ratio(quads: Sequence[Quad]) -> float:
 
     def ran(blocks: Sequence[Block]) -> float:
         took, waited = sum(sum(block.times) for block in blocks), sum(block.waited_ns for block in blocks)
-        return max(1.0, LEFT * took, took - waited) / sum(len(block.times) for block in blocks)
+        return max(1.0, LEAST_RUNNING * took, took - waited) / sum(len(block.times) for block in blocks)
 
     rival, candidate = (ran([block for quad in quads for block in getattr(quad, side)]) for side in ("rival", "candidate"))
     return rival / candidate

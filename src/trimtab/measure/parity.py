@@ -11,9 +11,9 @@ import torch
 from trimtab.core.measurement import Parity, Relative
 from trimtab.core.signature import TensorSpec, dtype_name
 from trimtab.measure.figures import Figures, figures_of
-from trimtab.measure.slices import LOST, REACHED, along, axes_of, gone, inexact, lost
-from trimtab.measure.structures import unlike
-from trimtab.measure.values import all_finite, real, signed_infinities, without_masks
+from trimtab.measure.slices import MAX_USELESS, REACHED, axes_of, destroyed_slices, inexact_slices, slices_along, useless_slices
+from trimtab.measure.structures import structure_difference
+from trimtab.measure.values import all_finite, as_double, signed_infinities, without_masks
 from trimtab.tensors.comparison import NEAR_TIES, NEAR_TIES_ALONE, is_discrete
 from trimtab.tensors.structure import Structure, flatten, names
 
@@ -70,7 +70,7 @@ def compare_outputs(
     Large values must not hide small ones. Mask values (:mod:`trimtab.tensors.comparison`) are compared relative to themselves,
     and left out of everything else. Along each axis but the first, every slice of an ``exact`` recipe must be right relative to
     its own variation. With ``max_error``, any other recipe may lose no slice altogether
-    (:func:`~trimtab.measure.slices.gone`), and a constant must be worse than it in more than nine tenths of the slices.
+    (:func:`~trimtab.measure.slices.destroyed_slices`), and a constant must be worse in more than nine tenths of the slices.
 
     Errors are relative to the variation of the reference over the examples, per element, in the root mean square. With one
     example, or without such variation, they are relative to the variation within examples; else to the size; else to 1.
@@ -124,7 +124,7 @@ def _gathered(
     rows: _Rows = {}
     left_out = 0
     for number, ((ours, expected), (theirs, found)) in enumerate(zip(left, right, strict=True)):
-        reason = unlike(expected, found, loose)
+        reason = structure_difference(expected, found, loose)
         pairs = [] if reason else _pairs(ours, expected, theirs, found)
         reason = reason or _hard_mismatch(pairs, free) or _nan_in_more(ours, theirs)
         if reason is not None:
@@ -151,9 +151,9 @@ def _judged(
     """The objections of each check of the outputs, cheap checks first."""
     for (name, dtype), off in masks.items():
         yield _judge_masks(name, dtype, off, exact, max_error)
-    beside = scored or any(each.continuous for each in figures)
+    others_judged = scored or any(each.continuous for each in figures)
     for each in figures:
-        yield _judge(each, exact, max_error, beside)
+        yield _judge(each, exact, max_error, others_judged)
     # a max_error that allows a constant for the output allows it for every slice
     if exact or (max_error is not None and max_error < REACHED):
         for (name, _), pair in rows.items():
@@ -250,7 +250,7 @@ def _nonfinite_mismatches(a: Tensor, b: Tensor) -> dict[str, int]:
     """Number of values that are NaN or infinite on one side only, by kind in words."""
     if all_finite(a) and all_finite(b):
         return {}
-    a, b = signed_infinities(real(a)), signed_infinities(real(b))
+    a, b = signed_infinities(as_double(a)), signed_infinities(as_double(b))
     return {
         "NaN where the reference has none": int((b.isnan() & ~a.isnan()).sum()),
         "not NaN where the reference is": int((a.isnan() & ~b.isnan()).sum()),
@@ -261,17 +261,17 @@ def _nonfinite_mismatches(a: Tensor, b: Tensor) -> dict[str, int]:
 
 def _nonfinite_counts(a: Tensor, b: Tensor) -> dict[str, int]:
     """Number of NaN or infinite values if the reference has none, for tensors whose sizes differ."""
-    a, b = signed_infinities(real(a)), signed_infinities(real(b))
+    a, b = signed_infinities(as_double(a)), signed_infinities(as_double(b))
     return {
         "NaN where the reference has none": 0 if a.isnan().any() else int(b.isnan().sum()),
         "infinite where the reference is not": 0 if a.isinf().any() else int(b.isinf().sum()),
     }
 
 
-def _judge(found: Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
-    """Why this output is refused; ``beside`` says whether continuous outputs or a score are judged too."""
+def _judge(found: Figures, exact: bool, max_error: float | None, others_judged: bool) -> str | None:
+    """Why this output is refused; ``others_judged`` says whether continuous outputs or a score are judged too."""
     if not found.continuous:
-        return _judge_discrete(found, exact, max_error, beside)
+        return _judge_discrete(found, exact, max_error, others_judged)
     limits: list[tuple[str, float, float]] = []
     if exact:
         centred, tail = TOLERANCE.get(found.dtype, TOLERANCE[torch.float32])
@@ -301,12 +301,12 @@ def _judge_masks(name: str, dtype: torch.dtype, off: float, exact: bool, max_err
     )
 
 
-def _judge_discrete(found: Figures, exact: bool, max_error: float | None, beside: bool) -> str | None:
+def _judge_discrete(found: Figures, exact: bool, max_error: float | None, others_judged: bool) -> str | None:
     """Why these integers or booleans are refused."""
     if exact:
-        allowed = NEAR_TIES if beside else NEAR_TIES_ALONE
+        allowed = NEAR_TIES if others_judged else NEAR_TIES_ALONE
         advice = "Rounding turns near-ties over, in an argmax or at a threshold, but not so many."
-        if not beside:
+        if not others_judged:
             advice = f"Rounding turns near-ties over; return the scores beside it, and {NEAR_TIES:.1%} may differ."
     else:
         allowed = 1.0 if max_error is None else max_error
@@ -326,21 +326,21 @@ def _judge_slices(
     if is_discrete(dtype) or not axes:
         return None
     limit = SLICES * TOLERANCE.get(dtype, TOLERANCE[torch.float32])[0]
-    values = ((signed_infinities(real(a)), real(b)) for a, b in zip(reference, outputs, strict=True))
-    for found in along(values, axes):
+    values = ((signed_infinities(as_double(a)), as_double(b)) for a, b in zip(reference, outputs, strict=True))
+    for found in slices_along(values, axes):
         where = f"of the {reference[0].shape[found.axis]} slices along axis {found.axis}"
-        if exact and (bad := inexact(found, limit, SLICE_ROUNDINGS * torch.finfo(dtype).eps))[0]:
+        if exact and (bad := inexact_slices(found, limit, SLICE_ROUNDINGS * torch.finfo(dtype).eps))[0]:
             return (
                 f"{name!r} has an error of up to {bad[1]:.3g} in {bad[0]} {where}, relative to what each of these varies by; "
                 f"an exact recipe in {dtype_name(dtype)} may have {limit:.2g}."
             )
-        if not exact and (nothing := gone(found)):
+        if not exact and (nothing := destroyed_slices(found)):
             return (
                 f"{name!r} has lost {nothing} {where}: constant where the reference varies, or off by more than twice what it "
                 f"varies by, which the other slices hide. {advice}"
             )
-        useless, vary = (0, 0) if exact else lost(found)
-        if useless and useless >= LOST * vary:
+        useless, vary = (0, 0) if exact else useless_slices(found)
+        if useless and useless >= MAX_USELESS * vary:
             return (
                 f"{name!r} is no better than a constant in {useless} {where}, of which {vary} vary: their errors reach what "
                 f"they vary by, which the others hide. {advice}"

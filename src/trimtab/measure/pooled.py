@@ -68,7 +68,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
     unshared = [each for each in seen if each.undisturbed is not None or each.foreign + each.stolen <= QUIET]
     quiet = [each for each in unshared if each.slowed <= SLOW_SHARE]
-    known = _at_the_same_pace([each.rival for each in quiet], starts)
+    known = _log_times_at_same_pace([each.rival for each in quiet], starts)
     halves = [_half_width(found.sampling or found.ratio) for found in starts]
     error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2
     prior = max(PROCESS_NOISE, _spread(known)) ** 2 + error
@@ -158,7 +158,7 @@ def start_timing(seconds: float, count: int) -> StartTiming:
     return StartTiming(each_s if count < STARTS else min(each_s, START_S), MIN_QUADS if count == 1 else START_QUADS)
 
 
-def _at_the_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[float]:
+def _log_times_at_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[float]:
     """Logarithms of the times in ``seen`` during which the cores were about as fast as in the ``starts``: the others tell
     about the machine only."""
     paces = [pace for found in starts if (pace := _pace(found.rival)) is not None]

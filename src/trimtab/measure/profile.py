@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from trimtab.core.measurement import OperatorTime, operator_shares
 
 _LEVEL = "KINETO_LOG_LEVEL"
-_OF_THE_DRIVER = ("cuda", "Activity Buffer", "Lazy Function", "Runtime Triggered")
+_DRIVER_EVENTS = ("cuda", "Activity Buffer", "Lazy Function", "Runtime Triggered")
 """Prefixes of events of the GPU's driver, which are listed beside the operators that caused them."""
 
 
@@ -36,7 +36,7 @@ def operator_times(call: Callable[[], object], *, repeats: int = 10) -> list[Ope
 
 def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:
     """The profiler's events by operator, without GPU kernels: their time is already in the operators that launched them."""
-    on_gpu = _gpu_has_anything()
+    on_gpu = _gpu_in_use()
     if on_gpu:
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
@@ -48,11 +48,11 @@ def _recorded(call: Callable[[], object], repeats: int) -> list[Any]:
     return [
         event
         for event in recorded.key_averages()
-        if event.device_type.name == "CPU" and not event.key.startswith(_OF_THE_DRIVER)
+        if event.device_type.name == "CPU" and not event.key.startswith(_DRIVER_EVENTS)
     ]
 
 
-def _gpu_has_anything() -> bool:
+def _gpu_in_use() -> bool:
     """Whether torch has memory on a GPU. Asking the driver for anything would put its own events into the profile."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False

@@ -28,7 +28,7 @@ LONGEST_PATH = 107
 """Maximum bytes of the path of a UNIX socket on Linux."""
 LONGEST_REQUEST = 4096
 LONGEST_ANSWER = 64 * MAX_CALLS
-_GONE = (EOFError, OSError, AuthenticationError)
+_DISCONNECTED = (EOFError, OSError, AuthenticationError)
 _FAILURES = (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError, OSError, MemoryError, AssertionError)
 """Exceptions of a runner that are sent to the peer, besides trimtab's own errors."""
 
@@ -49,7 +49,7 @@ def serve(runner: Runner, address: str | os.PathLike[str], authkey: bytes) -> No
                 peer = listener.accept()
             except (EOFError, ConnectionError, AuthenticationError):
                 continue  # a peer without the key, or one that left during the handshake
-            with peer, contextlib.suppress(*_GONE):
+            with peer, contextlib.suppress(*_DISCONNECTED):
                 if _serve_peer(peer, runner):
                     return
 
@@ -126,14 +126,14 @@ class RemoteRunner:
         except (EOFError, OSError, ValueError) as error:
             self.close()
             raise MeasurementError(
-                f"The other process of the comparison (at {self._address}{self._words()}) is gone: {_describe(error)}. It "
+                f"The other process of the comparison (at {self._address}{self._pid_text()}) is gone: {_describe(error)}. It "
                 "crashed or was killed; see its log, and measure again."
             ) from error
         if "error" in answer:
             raise MeasurementError(f"The other process of the comparison could not run its side: {answer['error']}")
         return answer
 
-    def _words(self) -> str:
+    def _pid_text(self) -> str:
         return f", process {self.pid}" if hasattr(self, "pid") else ""
 
 
@@ -228,7 +228,7 @@ def _handshake(path: str, authkey: bytes, deadline: float) -> Connection:
     def work() -> None:
         try:
             connection = Client(path, family="AF_UNIX", authkey=authkey)
-        except _GONE as error:
+        except _DISCONNECTED as error:
             done.put(error)
             return
         if given_up.is_set():

@@ -11,18 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-LARGEST = 1024
+MAX_SLICES = 1024
 """Axes with more slices than this are skipped: they are usually positions or words, and not quantities of different kinds."""
-FEWEST = 8
+MIN_VALUES = 8
 """Minimum values of a slice for a known variation; of fewer, some are close to each other by chance."""
 FLOOR = 1e-5
 """Variation below this share of the output's size counts as float32's rounding."""
-LOST = 0.1
-"""Share of the varying slices from which a recipe that may lose accuracy has lost too many: a few that hardly vary are lost
-in eight bits."""
-CONSTANT, BEYOND = 0.01, 2.0
+MAX_USELESS = 0.1
+"""Share of useless slices, among those that vary, from which a lossy recipe is refused. Eight bits lose a few slices that
+hardly vary."""
+CONSTANT, FAR_OFF = 0.01, 2.0
 """A slice is lost altogether if its output varies by less than :data:`CONSTANT` of the reference's variation, or if its error
-exceeds :data:`BEYOND` times that variation. One such slice refuses a recipe."""
+exceeds :data:`FAR_OFF` times that variation. One such slice refuses a recipe."""
 MOSTLY_ZERO = 0.5
 """A slice with more than this share of exact zeros in the reference, as after a ReLU, never counts as lost altogether: eight
 bits round its few small values to 0."""
@@ -52,10 +52,10 @@ def axes_of(shapes: Iterable[Sequence[int]]) -> list[int]:
     first, *others = list(shapes)
     if any(len(shape) != len(first) for shape in others):
         return []
-    return [i for i in range(1, len(first)) if 1 < first[i] <= LARGEST and all(shape[i] == first[i] for shape in others)]
+    return [i for i in range(1, len(first)) if 1 < first[i] <= MAX_SLICES and all(shape[i] == first[i] for shape in others)]
 
 
-def along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -> Iterator[Slices]:
+def slices_along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -> Iterator[Slices]:
     """The slices along each of ``axes``, from the double-precision reference and output of every batch. Values that are not
     finite in the reference are skipped."""
     totals: dict[int, Tensor] = {}
@@ -71,7 +71,7 @@ def along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -> Itera
             part = sums.movedim(axis, 1).unsqueeze(2).flatten(2).sum(2)
             totals[axis] = totals[axis] + part if axis in totals else part
     for axis, sums in totals.items():
-        count, total, squares, errors, given, given_squares, zeros = sums[:, sums[0] >= FEWEST]
+        count, total, squares, errors, given, given_squares, zeros = sums[:, sums[0] >= MIN_VALUES]
         size = (sums[2].sum() / sums[0].sum().clamp(min=1)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         spread, output_spread = _deviation(count, total, squares) / size, _deviation(count, given, given_squares) / size
         yield Slices(axis, spread, (errors / count).sqrt() / size, output_spread, zeros / count)
@@ -88,7 +88,7 @@ def _squares(values: Tensor) -> Tensor:
     return norms.square()
 
 
-def inexact(found: Slices, limit: float, rounding: float) -> tuple[int, float]:
+def inexact_slices(found: Slices, limit: float, rounding: float) -> tuple[int, float]:
     """The number of slices whose error exceeds ``limit``, relative to their variation, and ``rounding``, relative to the
     output's size; and the largest of these errors, relative to the variation of its slice."""
     bad = (found.error > limit * found.spread) & (found.error > max(rounding, FLOOR))
@@ -96,13 +96,13 @@ def inexact(found: Slices, limit: float, rounding: float) -> tuple[int, float]:
     return int(bad.sum()), float(worst.max()) if len(worst) else 0.0
 
 
-def lost(found: Slices) -> tuple[int, int]:
-    """The number of slices for which a constant is as good, and the number of slices that vary."""
+def useless_slices(found: Slices) -> tuple[int, int]:
+    """The number of slices for which a constant would have as small an error, and the number of slices that vary."""
     vary = found.spread > FLOOR
     return int((vary & (found.error >= REACHED * found.spread)).sum()), int(vary.sum())
 
 
-def gone(found: Slices) -> int:
+def destroyed_slices(found: Slices) -> int:
     """The number of slices that vary in the reference and are lost altogether: constant in the output, or far off."""
     vary = (found.spread > FLOOR) & (found.zeros <= MOSTLY_ZERO)
-    return int((vary & ((found.output_spread < CONSTANT * found.spread) | (found.error > BEYOND * found.spread))).sum())
+    return int((vary & ((found.output_spread < CONSTANT * found.spread) | (found.error > FAR_OFF * found.spread))).sum())

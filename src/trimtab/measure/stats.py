@@ -23,8 +23,8 @@ MetricOf = Callable[[np.ndarray[Any, np.dtype[np.int64]], int], float]
 NANOSECONDS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
 TRIM = 0.2
 """Share of the quads that is trimmed at either end for the ratio's centre and spread."""
-LOOKS = 4.0
-"""Intervals of a ratio are widened by ``1 + LOOKS / n``, the cost of stopping as soon as the interval is narrow.
+STOPPING_COST = 4.0
+"""Intervals of a ratio are widened by ``1 + STOPPING_COST / n``, the cost of stopping as soon as the interval is narrow.
 
 Found by simulation: without it, 95% intervals hold in 88% of all cases and say "faster" of the same thing in 6%, at the worst
 ratio of noise to the width asked for; with it in 94% and 3% from six quads on, 93% and 3% from four (normal or heavy tails).
@@ -32,12 +32,12 @@ ratio of noise to the width asked for; with it in 94% and 3% from six quads on, 
 ENOUGH_QUADS = 4
 """With fewer quads, t would give an interval of 27 standard deviations (two quads) or six (three)."""
 SEED = 20_260_801
-FEW, MANY = 5, 200
-"""Below :data:`FEW` resamples a metric has no interval; from :data:`MANY` on, its bounds are quantiles. In between they are
-Student's t on the spread of the resamples, because a quantile would depend on one resample."""
+MIN_RESAMPLES, QUANTILE_RESAMPLES = 5, 200
+"""A metric with fewer than :data:`MIN_RESAMPLES` resamples has no interval. From :data:`QUANTILE_RESAMPLES` on, its bounds are
+quantiles. In between they are Student's t on the spread of the resamples, because a quantile would depend on one resample."""
 PATIENCE = 4.0
-"""Factor on the seconds of a bootstrap that a slow metric may take to be resampled :data:`FEW` times."""
-ALIKE = 1e-3
+"""Factor on the seconds of a bootstrap that a slow metric may take to be resampled :data:`MIN_RESAMPLES` times."""
+ROUNDING = 1e-3
 """Tolerance between two values of a metric on equal data, relative to its largest possible loss: rounding only."""
 UNUSABLE = (ValueError, TypeError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StopIteration)
 """Exceptions of a metric on a resample that it cannot score, such as one with a single class."""
@@ -112,8 +112,8 @@ def ratio_interval(rival_blocks: Sequence[float], candidate_blocks: Sequence[flo
 
     Both sequences hold two blocks per quad, in the order of measurement. Each quad gives one log ratio, in which linear drift
     cancels. The value is their 20% trimmed mean, and the interval is Tukey and McLaughlin's (1963): t on the winsorized spread,
-    widened for sequential stopping (:data:`LOOKS`). With fewer than :data:`ENOUGH_QUADS` quads, each half gives one ratio, and
-    drift widens the interval.
+    widened for sequential stopping (:data:`STOPPING_COST`). With fewer than :data:`ENOUGH_QUADS` quads, each half gives one
+    ratio, and drift widens the interval.
 
     Raises:
         UsageError: fewer than two quads, or times that are not positive.
@@ -202,8 +202,8 @@ def bootstrap_drop(
     spread, and its distance from ``failed``, the metric of a baseline that answers every example wrong.
 
     There are as many resamples, at most ``resamples``, as ``seconds`` allow; ``method`` states the number. Bounds from fewer
-    than :data:`MANY` are wider. If not even :data:`FEW` are done in :data:`PATIENCE` times the seconds, or most of them cannot
-    be scored, the interval is the largest possible loss of the metric, which decides hardly anything.
+    than :data:`QUANTILE_RESAMPLES` are wider. If not even :data:`MIN_RESAMPLES` are done in :data:`PATIENCE` times the seconds,
+    or most of them cannot be scored, the interval is the largest possible loss of the metric, which decides hardly anything.
 
     Raises:
         UsageError: there are no examples, or the metric of the whole set is not finite.
@@ -220,28 +220,28 @@ def bootstrap_drop(
     value, lost = sign * (sides[0] - sides[1]), sign * (found[:, 0] - found[:, 1])
     spread = 3 * math.sqrt(n) * float(found[:, 0].std()) if len(found) else 0.0
     worst = max(abs(sides[0]), abs(sides[1]), spread, 0.0 if failed is None else abs(failed - sides[0])) or 1.0
-    refuse_memory(sides[0], metric_of(whole, 0), worst)  # a metric with state has seen both sides by now
+    refuse_stateful(sides[0], metric_of(whole, 0), worst)  # a metric with state has seen both sides by now
     rare = worst * (1 - (1 - CONFIDENCE) ** (1 / n))  # the upper bound of a probability after 0 of n
     low, upper = value - worst, value + worst
     if 2 * len(found) < tried:
         method = "bootstrap (the metric cannot be resampled)"
-    elif len(found) < FEW:
+    elif len(found) < MIN_RESAMPLES:
         method = f"bootstrap ({len(found)} resamples, too few for an interval)"
     else:
-        bound = _bias_corrected if len(found) >= MANY else _student
+        bound = _bias_corrected if len(found) >= QUANTILE_RESAMPLES else _t_bound
         low, upper = (bound(lost, value, n, p) for p in (1 - CONFIDENCE, CONFIDENCE))
         method = f"bootstrap ({len(found)} resamples)"
     sampling = max(0.0, upper - value)
     return _decide(value, min(low, value - rare), max(upper, value + rare), n, limit, sampling, method=method)
 
 
-def refuse_memory(first: float, again: float, worst: float) -> None:
+def refuse_stateful(first: float, again: float, worst: float) -> None:
     """Refuse a metric with the values ``first`` and ``again`` on equal data; ``worst`` is its largest possible loss.
 
     Raises:
         WorkloadError: the metric keeps state between calls, or is random.
     """
-    if not abs(again - first) <= ALIKE * worst:
+    if not abs(again - first) <= ROUNDING * worst:
         raise WorkloadError(
             f"The metric is {first:.6g} and then {again:.6g} for the same outputs and targets. Have it keep nothing from "
             "call to call, as a torchmetrics object does that is updated and not reset, and seed what is random in it."
@@ -255,7 +255,7 @@ def _trimmed_t(values: Array) -> tuple[float, float]:
     kept = n - 2 * cut
     winsorized = np.clip(ordered, ordered[cut], ordered[n - 1 - cut])
     error = float(winsorized.std(ddof=1)) * math.sqrt(n) / kept
-    return float(ordered[cut : n - cut].mean()), t_quantile((1 + CONFIDENCE) / 2, kept - 1) * error * (1 + LOOKS / n)
+    return float(ordered[cut : n - cut].mean()), t_quantile((1 + CONFIDENCE) / 2, kept - 1) * error * (1 + STOPPING_COST / n)
 
 
 def _check_scores(baseline: Array, candidate: Array) -> None:
@@ -281,7 +281,7 @@ def _resampled(metric_of: MetricOf, n: int, resamples: int, seconds: float) -> t
     rng, begun = np.random.default_rng(SEED), time.perf_counter()
     rows: list[tuple[float, float]] = []
     tried = 0
-    while tried < resamples and time.perf_counter() - begun <= seconds * (1.0 if len(rows) >= FEW else PATIENCE):
+    while tried < resamples and time.perf_counter() - begun <= seconds * (1.0 if len(rows) >= MIN_RESAMPLES else PATIENCE):
         tried += 1
         indices = rng.integers(0, n, n)
         try:
@@ -302,7 +302,7 @@ def _bias_corrected(found: Array, value: float, n: int, p: float) -> float:
     return float(np.quantile(found, share))
 
 
-def _student(found: Array, value: float, n: int, p: float) -> float:
+def _t_bound(found: Array, value: float, n: int, p: float) -> float:
     """The ``p`` bound from the spread of a few resamples, itself uncertain: normal theory, widened for small n."""
     spread = float(found.std(ddof=1)) * math.sqrt(n / max(n - 1, 1))
     return value + t_quantile(p, max(1, min(n, len(found)) - 1)) * spread

@@ -7,7 +7,7 @@ import math
 from trimtab.tensors.structure import Structure, described, first_difference
 
 
-def unlike(expected: Structure, found: Structure, lenient: bool, where: str = "The output") -> str | None:
+def structure_difference(expected: Structure, found: Structure, lenient: bool, where: str = "The output") -> str | None:
     """The first difference between two structures, constants included, as a sentence. Class names may differ; if ``lenient``,
     texts, numbers and the lengths of lists may differ too."""
     alike = _score_may_judge if lenient else _equal_constants

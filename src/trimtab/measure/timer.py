@@ -19,7 +19,7 @@ BLOCK_S = 0.075
 """Duration of a block of calls in seconds: long against a scheduler's time slice, short against the drift of a machine."""
 MAX_CALLS = 5_000
 """Maximum calls in one block; limits what a block sends and stores if a call takes microseconds."""
-SPINS = 3_000
+PACE_LOOPS = 3_000
 """Rounds of the loop that measures a core's pace: a fifth of a millisecond."""
 STEADY = 0.05
 """Blocks are steady when the medians of the last three lie within this share of each other."""
@@ -86,14 +86,14 @@ class LocalRunner:
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds of each of ``calls`` calls."""
-        with uncollected():
-            self._run(unrecorded(calls))
+        with gc_disabled():
+            self._run(unrecorded_calls(calls))
             return self._run(calls)
 
     def samples(self, count: int, calls: int) -> list[Sample]:
         """``count`` samples of ``calls`` calls each."""
         found = []
-        with uncollected():
+        with gc_disabled():
             for _ in range(count):
                 before = waits(self.pid)
                 times = self._run(calls)
@@ -109,7 +109,7 @@ class LocalRunner:
         call, synchronize, clock = self._call, self._synchronize, time.perf_counter_ns
         if synchronize is None and self._before is None:
             return [_timed(call, clock) for _ in range(calls)]
-        wait, before = synchronize or _nothing, self._before
+        wait, before = synchronize or _no_wait, self._before
         wait()
         times = []
         for _ in range(calls):
@@ -149,7 +149,7 @@ def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S) -
         started = time.perf_counter()
         times = runner.block(calls)
         now = time.perf_counter()
-        call_s = (now - started) / (calls + unrecorded(calls))
+        call_s = (now - started) / (calls + unrecorded_calls(calls))
         made += calls
         wanted = calls_for(block_s, call_s)
         grown = wanted <= 2 * calls  # fewer calls cannot tell how long one takes
@@ -162,7 +162,7 @@ def warm_up(runner: Runner, *, seconds: float = 2.0, block_s: float = BLOCK_S) -
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector in a block, because it would run in one block and not in another."""
     collecting = gc.isenabled()
     gc.disable()
@@ -179,12 +179,12 @@ def pace() -> int:
     No counter of the system shows that a core itself is slower for a while, for instance because another machine has its other
     half.
     """
-    return min(_timed(_spin, time.perf_counter_ns) for _ in range(3))
+    return min(_timed(_pace_loop, time.perf_counter_ns) for _ in range(3))
 
 
-def _spin() -> None:
+def _pace_loop() -> None:
     total = 0
-    for i in range(SPINS):
+    for i in range(PACE_LOOPS):
         total += i * i
 
 
@@ -193,7 +193,7 @@ def calls_for(block_s: float, call_s: float) -> int:
     return max(1, min(MAX_CALLS, round(block_s / max(call_s, 1e-9))))
 
 
-def unrecorded(calls: int) -> int:
+def unrecorded_calls(calls: int) -> int:
     """The number of unrecorded calls before the recorded ones of a block."""
     return max(1, calls // 8) if calls >= 4 else 0
 
@@ -202,13 +202,13 @@ def synchronizer(device: torch.device | str) -> Callable[[], None]:
     """A function that waits for ``device``; for the CPU it does nothing, because a call that returns is done."""
     device = torch.device(device)
     if device.type == "cpu":
-        return _nothing
+        return _no_wait
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: torch.accelerator.synchronize(device)
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     """Wait for nothing: on the CPU a call that returns is done."""
 
 

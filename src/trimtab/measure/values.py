@@ -19,14 +19,14 @@ bfloat16 it is half of the size)."""
 Tensor = torch.Tensor
 
 
-def real(tensor: Tensor) -> Tensor:
+def as_double(tensor: Tensor) -> Tensor:
     """``tensor`` on the CPU in double precision; a complex one with its parts in a last dimension of two."""
     tensor = tensor.detach().cpu().resolve_conj()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or beyond :data:`HUGE`. One pass over an output without any saves many others."""
+    """Whether no value is NaN or beyond :data:`HUGE`. The check saves several passes over an output without any."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     tensor = tensor.detach().resolve_conj()
@@ -56,7 +56,7 @@ def without_masks(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> tup
 
 def finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The values that are finite in the reference, flattened."""
-    x, y = real(a), real(b)
+    x, y = as_double(a), as_double(b)
     if all_finite(a):
         return x.flatten(), y.flatten()
     usable = signed_infinities(x).isfinite()
@@ -64,7 +64,7 @@ def finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float]:
-    """The variation of the reference, over what it is taken, its root mean square, and its largest value. One batch at a time
+    """The variation of the reference, what it is taken over, its root mean square, and its largest value. One batch at a time
     is held in double precision."""
     count, total, squares, peak = 0, 0.0, 0.0, 0.0
     for x in map(_finite, reference):
@@ -86,7 +86,7 @@ def scale_of(reference: Sequence[Tensor]) -> tuple[float, Relative, float, float
 
 def _finite(tensor: Tensor) -> Tensor:
     """The finite values, flattened."""
-    x = real(tensor)
+    x = as_double(tensor)
     return x.flatten() if all_finite(tensor) else x[signed_infinities(x).isfinite()]
 
 
@@ -109,13 +109,13 @@ def _spread_over_examples(reference: Sequence[Tensor]) -> float:
 
 def _usable(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The values, and a mask of the finite ones."""
-    x = real(tensor)
+    x = as_double(tensor)
     return x, torch.tensor(True).expand(x.shape) if all_finite(tensor) else signed_infinities(x).isfinite()
 
 
-def unrelated(reference: Tensor, output: Tensor, scale: float) -> int:
+def count_unrelated(reference: Tensor, output: Tensor, scale: float) -> int:
     """The number of examples with a root mean square error of at least ``scale``."""
-    x, y = signed_infinities(real(reference)), real(output)
+    x, y = signed_infinities(as_double(reference)), as_double(output)
     if not reference.dim():
         x, y = x[None], y[None]
     usable = x.isfinite()

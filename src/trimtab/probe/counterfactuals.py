@@ -13,7 +13,7 @@ from trimtab.core.evidence import ProbeRecord
 from trimtab.core.measurement import LEAST_GAIN, Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.errors import MeasurementError
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 from trimtab.measure.pairs import PROCESS_NOISE, compare
 from trimtab.probe.command import Command
 from trimtab.probe.loss_runs import Losses, LossRuns, RunFailed
@@ -117,7 +117,7 @@ class _Measuring:
         self.told = on_progress or (lambda words: None)
         self.keep: Callable[[Outcome], None] = lambda outcome: None
         self.losses = LossRuns(command, record, in_place=in_place)
-        found = others()
+        found = other_load()
         self.busy = found if found is not None and found.busy else None
         self.one_thread = self.busy is not None and record.threads > 1
         self.base = ScriptSettings(threads=1) if self.one_thread else ScriptSettings()

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.core.evidence import ProbeRecord
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 from trimtab.probe.analysis import record_of
 from trimtab.probe.command import Command
 from trimtab.probe.inside.plan import READING
@@ -60,7 +60,7 @@ def observe(
     if steps < 1 or seconds <= 0:
         raise UsageError(f"steps={steps}, seconds={seconds}: at least one step and a positive time are needed")
     plan: dict[str, Any] = {"mode": "observe", "anchor": None, "settings": {}, "steps": steps, "seconds": seconds}
-    found = others()
+    found = other_load()
     busy = found if found is not None and found.busy else None
     if busy is not None:  # threads that wait for each other's cores would be most of the split, and not of the script
         plan["settings"] = {"threads": 1}

@@ -43,6 +43,6 @@ def _measured(study: Study, artifact: str, seconds: tuple[float, float], meter: 
         for (name, baseline), call_s in zip((("subject", False), ("rival", True)), seconds, strict=True):
             servers.begin(name, {"artifact": artifact, "trust": True, "baseline": baseline})  # just written by this study
             servers.ready(name, seconds=READY_S, interrupted=study.interrupted)
-            power.look(name, RemoteRunner(servers.addresses[name], servers.authkey), call_s)
+            power.measure(name, RemoteRunner(servers.addresses[name], servers.authkey), call_s)
             servers.stop(name)
     return power.energy(*seconds)

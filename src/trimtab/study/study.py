@@ -27,7 +27,7 @@ from trimtab.execution.trial_runner import RIVALS, TrialRunner
 from trimtab.execution.workload_transfer import handed
 from trimtab.hardware.environment import Environment
 from trimtab.hardware.system import free_mb
-from trimtab.measure.host import others
+from trimtab.measure.host import other_load
 from trimtab.passes.student import Student
 from trimtab.study import ranking
 from trimtab.study.options import Options
@@ -103,9 +103,9 @@ class Study:
         )
         """Runs the processes of the study."""
         self.environment = Environment.capture()
-        self.others = others()
+        self.other_load = other_load()
         """What other processes used of the CPUs as the study began; ``None`` if it is not known."""
-        busy = self.others is not None and self.others.busy
+        busy = self.other_load is not None and self.other_load.busy
         self.thread_limit = 1 if busy and self.task.mode == "infer" else None
         """Number of threads with which everything is computed and timed, because other processes use the machine."""
         self.runner.limit_threads(self.thread_limit)
@@ -113,7 +113,7 @@ class Study:
             several = self.task.mode == "train" and os.environ.get("OMP_NUM_THREADS") != "1"
             wide = "figures will be wide" + (" unless OMP_NUM_THREADS=1" if several else "")
             how = wide if self.thread_limit is None else "everything is timed with one thread"
-            self.progress.remark(f"Busy machine: {self.others}, so {how}.")
+            self.progress.remark(f"Busy machine: {self.other_load}, so {how}.")
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
         known = self.prepared
@@ -228,10 +228,10 @@ class Study:
 
     def look_again(self) -> None:
         """Tell the user if other processes use the machine now and did not before, or no longer do."""
-        now = others()
-        if now is None or self.others is None or now.busy == self.others.busy:
+        now = other_load()
+        if now is None or self.other_load is None or now.busy == self.other_load.busy:
             return
-        self.others = now
+        self.other_load = now
         self.progress.remark(f"Busy machine now: {now}, so figures will be wide." if now.busy else f"Now {now}.")
 
     def besides_baseline(self, trials: int | None) -> int | None:
@@ -291,7 +291,7 @@ class Study:
         """Time with as many threads as the run that began this study: ratios of other numbers of threads cannot be compared."""
         known = self.storage.noted(THREAD_LIMIT)
         if known is None:
-            known = {"threads": self.thread_limit, "others": None if self.others is None else str(self.others)}
+            known = {"threads": self.thread_limit, "others": None if self.other_load is None else str(self.other_load)}
             self.storage.note(THREAD_LIMIT, known)
         self.thread_limit = known["threads"]
         self.runner.limit_threads(self.thread_limit)

@@ -18,7 +18,7 @@ from _ranks import failure, on_ranks
 from _runs import full_at
 from trimtab.core.settings import DataSettings, DistributedSettings, MemorySettings, OptimizerSettings, Settings
 from trimtab.errors import PeerError
-from trimtab.measure.timer import uncollected
+from trimtab.measure.timer import gc_disabled
 from trimtab.train.autotune import batch_size
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.distributed import launch
@@ -104,7 +104,7 @@ def updates() -> dict[str, Any]:
     made = trainer(Nested(on_second(5), call=3))
     found: dict[str, Any] = {"small": made.fit(Sized(5, small=None if dist.get_rank() else 2), epochs=1).updates}
     held = trainer(model := Held())
-    with uncollected():
+    with gc_disabled():
         found["freed"] = [held.fit(batches(2), epochs=1).updates, model.kept]
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:

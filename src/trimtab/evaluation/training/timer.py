@@ -12,7 +12,7 @@ from trimtab.core.settings import Settings
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.training.workload import TrainingSubject, loader, refuse_parts, seeded
 from trimtab.measure.host import waits
-from trimtab.measure.timer import BLOCK_S, LocalRunner, Sample, pace, synchronizer, uncollected
+from trimtab.measure.timer import BLOCK_S, LocalRunner, Sample, gc_disabled, pace, synchronizer
 from trimtab.train.autotune.auto_settings import shapes
 from trimtab.train.autotune.online_tuning import workers_of
 from trimtab.train.loss.adapter import Batch
@@ -80,7 +80,7 @@ class Updates:
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds per update, over ``calls`` updates."""
-        with uncollected():
+        with gc_disabled():
             if self._ahead:
                 self._drain()
             elif self._on_gpu:

@@ -18,7 +18,7 @@ import torch
 
 from trimtab.measure.host import waited_ns, waits
 from trimtab.measure.remote import LONGEST_REQUEST, listening
-from trimtab.measure.timer import pace, unrecorded
+from trimtab.measure.timer import pace, unrecorded_calls
 from trimtab.probe.inside import loaders, roots, steps
 from trimtab.probe.inside.ending import leave
 from trimtab.probe.inside.plan import PLAN, rank, tell
@@ -122,7 +122,7 @@ class _Server:
             self._set(request["settings"])
             return {}
         if verb == "block":
-            yield from self._lead(unrecorded(calls))
+            yield from self._lead(unrecorded_calls(calls))
             return {"ns": (yield from self._steps(calls))}
         if verb == "samples":
             yield from self._lead(0)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trimtab.measure.profile import quiet
-from trimtab.measure.timer import uncollected
+from trimtab.measure.timer import gc_disabled
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
     The host's allocator is observed with torch's profiler. If that is running already, :class:`Live` counts instead.
     """
     parameters = [p for p in parameters if p.requires_grad]
-    with uncollected():  # garbage from before, in reference cycles, must not be freed during the measurement
+    with gc_disabled():  # garbage from before, in reference cycles, must not be freed during the measurement
         if device.type == "cuda":
             return _gpu_peak(run, parameters, device)
         if not torch._C._autograd._profiler_enabled():
