@@ -384,18 +384,18 @@ def test_bad_input_is_answered_with_a_sentence(
 
 
 def test_a_limit_that_is_far_too_generous_is_doubted_but_allowed() -> None:
-    assert ranking.doubt(Limits(max_drop=0.5), 0.9, share=True) == (
+    assert ranking.limit_warning(Limits(max_drop=0.5), 0.9, share=True) == (
         "max_drop allows the score to drop by 50% (0.9000 as written). If 0.5% was meant, write --max-drop 0.5% or "
         "max_drop=0.005."
     )
-    assert ranking.doubt(Limits(max_drop=0.05), 0.9, share=True) is None
-    assert ranking.doubt(Limits(max_drop=2.0), -14.2, share=False) is None
-    assert ranking.doubt(Limits(max_drop=0.01), -14.2, share=False) == (
+    assert ranking.limit_warning(Limits(max_drop=0.05), 0.9, share=True) is None
+    assert ranking.limit_warning(Limits(max_drop=2.0), -14.2, share=False) is None
+    assert ranking.limit_warning(Limits(max_drop=0.01), -14.2, share=False) == (
         "max_drop allows the score to drop by 0.01, in its own units (-14.2 as written). If 1% of it was meant, give 0.142."
     )
-    assert ranking.doubt(Limits(max_drop=0.03), 27.3, share=False) is None, "more than a thousandth of it"
-    assert ranking.doubt(Limits(max_drop=0), 27.3, share=False) is None
-    assert ranking.doubt(Limits(max_drop="mlperf-99"), 0.9, share=True) is None
+    assert ranking.limit_warning(Limits(max_drop=0.03), 27.3, share=False) is None, "more than a thousandth of it"
+    assert ranking.limit_warning(Limits(max_drop=0), 27.3, share=False) is None
+    assert ranking.limit_warning(Limits(max_drop="mlperf-99"), 0.9, share=True) is None
 
 
 def test_a_limit_that_the_data_cannot_prove_is_told_of_before_the_search() -> None:
@@ -403,32 +403,32 @@ def test_a_limit_that_the_data_cannot_prove_is_told_of_before_the_search() -> No
     right = [1.0] * 100
     least = {"selection": paired_drop([1.0] * 400, [1.0] * 400), "test": paired_drop(right, right)}
     least = {name: dataclasses.replace(found, share=True) for name, found in least.items()}
-    assert ranking.unproven(Limits(max_drop=0.01), 1.0, least) == (
+    assert ranking.unprovable_drop(Limits(max_drop=0.01), 1.0, least) == (
         "With 100 examples of test data no drop below 2.951% can be proven, and the limit is 1.000%: what may lose accuracy is "
         "refused, unless it scores better than the original. About 296 examples would do, or a larger --max-drop."
     )
-    found = ranking.unproven(Limits(), 0.9, least)
+    found = ranking.unprovable_drop(Limits(), 0.9, least)
     assert found is not None, "without a limit of one's own it is mlperf-99"
     assert "the limit is 0.900%" in found
-    assert ranking.unproven(Limits(max_drop=0.03), 1.0, least) is None
-    assert ranking.unproven(Limits(max_drop=0), 1.0, least) is None, "exact recipes are held to rounding"
-    assert ranking.unproven(Limits(), None, {}) is None
+    assert ranking.unprovable_drop(Limits(max_drop=0.03), 1.0, least) is None
+    assert ranking.unprovable_drop(Limits(max_drop=0), 1.0, least) is None, "exact recipes are held to rounding"
+    assert ranking.unprovable_drop(Limits(), None, {}) is None
 
 
 def test_a_limit_that_nothing_can_be_held_against_is_told_of() -> None:
-    assert ranking.doubt(Limits(), None, share=False) is None
-    assert ranking.doubt(Limits(max_drop=0.005), None, share=False) == (
+    assert ranking.limit_warning(Limits(), None, share=False) is None
+    assert ranking.limit_warning(Limits(max_drop=0.005), None, share=False) == (
         "There are no labels, so max_drop 0.005 cannot be looked at: the outputs of recipes that may lose accuracy are held to "
         "max_error 0.05 instead."
     )
-    assert ranking.doubt(Limits(max_drop=0), None, share=False) == (
+    assert ranking.limit_warning(Limits(max_drop=0), None, share=False) == (
         "There are no labels, so max_drop 0 cannot be looked at: it allows exact recipes only."
     )
-    assert ranking.doubt(Limits(max_error=0.5), None, share=False) == (
+    assert ranking.limit_warning(Limits(max_error=0.5), None, share=False) == (
         "max_error allows the outputs to be off by 50% of what they vary by. If 0.5% was meant, write --max-error 0.5% or "
         "max_error=0.005."
     )
-    assert ranking.doubt(Limits(max_error=100.0), 0.9, share=True) is None, "a score judges"
+    assert ranking.limit_warning(Limits(max_error=100.0), 0.9, share=True) is None, "a score judges"
 
 
 @pytest.mark.parametrize(

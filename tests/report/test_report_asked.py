@@ -14,7 +14,7 @@ from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
 from trimtab.measure.energy import Energy
 from trimtab.report import formatting, headline, html, leaders, reliability, request, text, trial_table
-from trimtab.study.record import KEPT, Record
+from trimtab.study.record import KEPT_SPEEDUP, Record
 
 COMMAND = "trimtab optimize examples/digits.py --max-drop 2% --budget 4m --out runs/digits"
 
@@ -133,10 +133,10 @@ def test_an_original_that_is_kept_reads_so_everywhere(tmp_path) -> None:
         each | {"speedup": {"value": 1.0, "low": 1.0, "high": 1.0}} if each["rung"] == "best" else each for each in found.ladder
     )
     found = dataclasses.replace(found, ladder=rungs, best=found.trials[0].recipe.hash)  # type: ignore[arg-type]
-    assert headline.rungs(found)[-1]["speed-up"] == KEPT
+    assert headline.rungs(found)[-1]["speed-up"] == KEPT_SPEEDUP
     assert next((t.value, t.below) for t in headline.tiles(found)) == ("1.00x", "the original itself")
-    assert KEPT in text(found)
-    assert KEPT in page(found, tmp_path)
+    assert KEPT_SPEEDUP in text(found)
+    assert KEPT_SPEEDUP in page(found, tmp_path)
     assert dict(reliability.confirmation(found))["the form that stands alone, against the model as written"].startswith("3.91x")
 
 

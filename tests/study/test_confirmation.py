@@ -211,7 +211,7 @@ def test_a_probe_ends_with_the_budget_and_the_trial_stands_unless_memory_decides
     unknown = probed(time.monotonic(), memory_mb=1e6)
     assert unknown.state is State.STOPPED
     assert str(unknown.reason).endswith("The same command tries it again.")
-    assert ranking.has_more(unknown, seconds=study.options.trial_s, memory_mb=study.runner.memory_mb)
+    assert ranking.limit_was_raised(unknown, seconds=study.options.trial_s, memory_mb=study.runner.memory_mb)
 
 
 def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
@@ -226,7 +226,7 @@ def test_what_the_test_data_refuse_is_not_timed(searched) -> None:
     assert (found.latency_ms, found.speedup, found.undecided) == (None, None, False)
     assert not (study.folder / confirmation.CONFIRM_FOLDER).exists(), "one process judged it, and no other was started"
     assert (study.folder / str(found.log)).is_file()
-    assert study.storage.noted("tried") == [str(lossy.recipe)]
+    assert study.storage.get("tried") == [str(lossy.recipe)]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def to_confirm(folder: pathlib.Path, recipe: Recipe, noted: dict[str, object], *
     """A study that confirms ``recipe`` by ``work`` that is no process, the trial of it, and rivals that stand by."""
     study = types.SimpleNamespace(
         options=Options(),
-        storage=types.SimpleNamespace(noted=noted.get, note=noted.__setitem__),
+        storage=types.SimpleNamespace(get=noted.get, put=noted.__setitem__),
         baseline=recipe,
         to_beat=None,
         trials=[],

@@ -151,13 +151,13 @@ def test_what_an_earlier_run_found_out_stands_however_little_time_there_is(study
     slow, fast = misjudged(study)
     assert fast.comparison is not None
     found = dataclasses.replace(fast.comparison, ratio=Interval(0.8, 0.7, 0.9))  # what the machine would not say
-    study.storage.note(_key(fast, slow), to_json(found))
+    study.storage.put(_key(fast, slow), to_json(found))
     assert run_off(study, [slow, fast], until=time.monotonic()) == [slow, fast]
     assert study.notes[-1] == "Timed against each other, onnxruntime runs at 0.80x (0.70 to 0.90) of torchscript."
-    study.storage.note(_key(fast, slow), to_json(dataclasses.replace(found, ratio=Interval(1.2, 1.1, 1.3))))
+    study.storage.put(_key(fast, slow), to_json(dataclasses.replace(found, ratio=Interval(1.2, 1.1, 1.3))))
     assert run_off(study, [slow, fast], until=time.monotonic()) == [fast, slow]
     one, two = trial(fast.recipe, 4.9, 4.8, 5.0, 1), trial(slow.recipe, 5.0, 4.9, 5.1, 2)
-    study.storage.note(_key(one, two), to_json(dataclasses.replace(found, ratio=Interval(0.97, 0.96, 0.98))))
+    study.storage.put(_key(one, two), to_json(dataclasses.replace(found, ratio=Interval(0.97, 0.96, 0.98))))
     assert run_off(study, [two, one], until=time.monotonic()) == [one, two]
     assert study.notes[-1].endswith("0.97x (0.96 to 0.98) of torchscript. 2 threads in place of 1 must bring 5%.")
     other = trial(Recipe(backend=OnnxRuntime(spinning=False)), 4.85, 4.8, 5.0, 1)

@@ -39,7 +39,7 @@ from trimtab.study.record import claim
 from trimtab.study.run_folder import exclusive, starting_afresh
 from trimtab.study.samplers.ladder import Ladder, SearchState, as_written, first_asks
 from trimtab.study.samplers.tpe import Tpe
-from trimtab.study.storage import Storage, in_file, shown
+from trimtab.study.storage import Storage, hide_password, sqlite_url
 
 IDENTITY = {"workload": "abc", "objective": "latency"}
 EAGER = Recipe(backend=BACKENDS["eager"]())
@@ -453,9 +453,9 @@ def test_storage_says_what_is_wrong_with_the_file(tmp_path) -> None:
 def test_a_run_folder_may_have_any_name(tmp_path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
-    kept = Storage(in_file(folder / "study.db"), "x", identity=IDENTITY).add(complete(EAGER, 1.0), 1.0)
+    kept = Storage(sqlite_url(folder / "study.db"), "x", identity=IDENTITY).add(complete(EAGER, 1.0), 1.0)
     assert (folder / "study.db").exists()
-    assert Storage(in_file(folder / "study.db"), "x", identity=IDENTITY).trials() == [kept]
+    assert Storage(sqlite_url(folder / "study.db"), "x", identity=IDENTITY).trials() == [kept]
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -479,7 +479,7 @@ def test_of_a_recipe_that_was_tried_again_the_last_trial_counts(tmp_path) -> Non
 )
 def test_a_trial_that_a_limit_ended_is_tried_again_with_a_higher_one(ended_by: Any, limit: float | None, *, more: bool) -> None:
     trial = Trial(recipe=EAGER, state=State.FAILED, ended_by=ended_by, limit=limit)
-    assert ranking.has_more(trial, seconds=60.0, memory_mb=1000.0) is more
+    assert ranking.limit_was_raised(trial, seconds=60.0, memory_mb=1000.0) is more
 
 
 @pytest.mark.parametrize(("left", "needed", "most"), [(40.0, [8.0, 6.0], 26.0), (18.0, [8.0, 7.0], 6.0), (30.0, [], 30.0)])
@@ -494,7 +494,7 @@ def test_a_trial_that_time_ended_tells_how_long_its_own_runtime_takes_and_nothin
     cut = Trial(recipe=Recipe(backend=slow), state=State.STOPPED, seconds=20.0, ended_by="time", limit=20.0)
     assert ranking.likely_s(slow, [cut], as_written(), 2.0) > cut.seconds
     assert ranking.likely_s(other, [cut], as_written(), 2.0) == ranking.likely_s(other, [], as_written(), 2.0)
-    assert ranking.has_more(cut, seconds=600.0, memory_mb=1000.0), "the same command tries it again"
+    assert ranking.limit_was_raised(cut, seconds=600.0, memory_mb=1000.0), "the same command tries it again"
 
 
 def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sampler(tmp_path) -> None:
@@ -511,7 +511,7 @@ def test_a_study_that_was_deleted_meanwhile_is_the_storage_s_fault_for_every_sam
 
 def test_of_what_a_database_refuses_its_drivers_words_are_told(tmp_path) -> None:
     """SQLAlchemy puts advice for who writes code before them, on a line of its own."""
-    storage = Storage(in_file(tmp_path / "study.db"), "x", identity=IDENTITY)
+    storage = Storage(sqlite_url(tmp_path / "study.db"), "x", identity=IDENTITY)
     full = sqlite3.OperationalError("database or disk is full")
     flushed = sqlalchemy.exc.OperationalError("(raised as a result of autoflush)\nUPDATE", {}, full)
     told = r"cannot be written: database or disk is full\. If the disk is full"
@@ -577,7 +577,7 @@ def test_no_part_of_a_password_is_told(url: str, reason: str) -> None:
         Storage(url, "x", identity=IDENTITY)
     assert str(caught.value).startswith(f"The study's storage postgresql://***@db/x cannot be opened: {reason}")
     assert "w0rd" not in "".join(traceback.format_exception(caught.value))
-    assert shown("postgresql:///x?host=db&password=w0rd&user=me") == "postgresql:///x?host=db&password=***&user=me"
+    assert hide_password("postgresql:///x?host=db&password=w0rd&user=me") == "postgresql:///x?host=db&password=***&user=me"
 
 
 def test_braces_in_a_password_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -651,10 +651,10 @@ def postgres(tmp_path) -> Iterator[str]:
 def test_postgresql_keeps_trials_too(postgres: str) -> None:
     storage = Storage(postgres, "x", identity=IDENTITY)
     kept = [storage.add(complete(as_written(), 1.0), 1.0), storage.add(complete(EAGER, 2.0, notes=("a → b",)), 2.0)]
-    storage.note("confirmed", {"ok": True})
+    storage.put("confirmed", {"ok": True})
     again = Storage(postgres, "x", identity=IDENTITY)
     assert again.trials() == kept
-    assert again.noted("confirmed") == {"ok": True}
+    assert again.get("confirmed") == {"ok": True}
     assert "secret" not in again.url
     other = {"identity": {**IDENTITY, "objective": "size"}}
     assert Storage(postgres, "y", **other, fresh=True).trials() == []
@@ -829,16 +829,16 @@ def test_a_first_timing_is_held_against_the_best_that_the_recipe_could_take_the_
     recipe = Recipe(backend=BACKENDS["openvino"]() if exact else BACKENDS["openvino"](precision="int8_weights"))
     ranked = ranking.ranked(trials, Limits(), "latency")
     low = {trial.recipe: trial.speedup.low for trial in ranked if trial.speedup}
-    found = ranking.to_reach(recipe, trials, Limits(), "latency")
+    found = ranking.speed_thresholds(recipe, trials, Limits(), "latency")
     assert found == {"floor": ranking.HOPELESS * low[lossy], "best": low[lossy if not exact else trials[1].recipe]}
     assert found["best"] == pytest.approx(best, abs=0.11)
-    assert ranking.to_reach(recipe, trials, Limits(), "size") == {}
+    assert ranking.speed_thresholds(recipe, trials, Limits(), "size") == {}
 
 
 def test_a_training_that_is_hopeless_is_stopped_though_it_is_exact_and_eager() -> None:
     trials = [complete(as_written(), 1.0), complete(Recipe(backend=BACKENDS["eager"]()), 4.0)]
     slow = Recipe(passes=(PASSES["channels_last"](),), backend=BACKENDS["eager"]())
-    assert ranking.to_reach(slow, trials, Limits(), "throughput")["floor"] > 1
+    assert ranking.speed_thresholds(slow, trials, Limits(), "throughput")["floor"] > 1
 
 
 def by_sensitivity(recipe: Recipe, *, back: int = 0) -> Trial:

@@ -25,7 +25,7 @@ from trimtab.passes.threads import Threads
 from trimtab.study import conclusions, waterfall
 from trimtab.study import energy as study_energy
 from trimtab.study.options import Options
-from trimtab.study.record import KEPT, Record, own, said_once
+from trimtab.study.record import KEPT_SPEEDUP, Record, is_kept_original, without_repeats
 from trimtab.study.result import Best, Result
 from trimtab.study.samplers.ladder import as_written
 
@@ -90,7 +90,7 @@ class Study:
         self.prepared, self.notes, self.environment = record(2).prepared, list(notes), record(2).environment
         self.task, self.known = types.SimpleNamespace(mode="infer"), dict[str, Any]()
         self.storage = types.SimpleNamespace(
-            noted=self.known.get, note=lambda key, value: self.known.update({key: to_json(value)})
+            get=self.known.get, put=lambda key, value: self.known.update({key: to_json(value)})
         )
         self.interrupted = lambda: False
 
@@ -111,10 +111,10 @@ def result(trial: Trial, status: Any, ratio: float, *, notes: tuple[str, ...] = 
 def test_an_original_that_is_kept_is_at_one_and_at_its_own_latency() -> None:
     found = result(seen(as_written(), 1.0), "kept_original", 0.97)
     rungs = {rung["rung"]: rung for rung in found.ladder().rungs}
-    assert own(rungs["best"])
-    assert not own(rungs["as_written"])
+    assert is_kept_original(rungs["best"])
+    assert not is_kept_original(rungs["as_written"])
     assert rungs["best"]["latency_ms"] == rungs["as_written"]["latency_ms"] == {"median": 0.42, "p90": pytest.approx(0.462)}
-    assert KEPT in str(found.ladder())
+    assert KEPT_SPEEDUP in str(found.ladder())
     assert "0.97" not in str(found.ladder())
     assert found.to_json()["best"]["speedup"]["value"] == 1.0
     assert found.to_json()["steps"] == []
@@ -132,7 +132,7 @@ def test_a_note_that_the_verdict_says_is_not_said_again() -> None:
     reason = "openvino: Measured again, it is 1.01x the tuned original (0.98 to 1.04), which does not prove that it is faster."
     notes = (f"It won the search but was not confirmed: {reason}", "No labels were given.", "No labels were given.")
     sentence = f"The original ships: {reason}"
-    assert said_once(sentence, notes) == ["No labels were given."]
+    assert without_repeats(sentence, notes) == ["No labels were given."]
     found = result(seen(as_written(), 1.0), "kept_original", 1.0, notes=notes, sentence=sentence)
     assert found.all_notes().count("No labels were given.") == 1
     assert not any("It won the search" in note for note in (*found.all_notes(), *found.record().notes))
@@ -142,7 +142,7 @@ def test_a_search_that_the_confirmation_does_not_meet_is_told_with_both_figures(
     def apart(searched: float, confirmed: float) -> str:
         trial = seen(EAGER, searched)
         again = Confirmation(recipe=EAGER, ok=True, speedup=interval(confirmed))
-        return conclusions.apart(Best(trial=trial, confirmation=again, artifact=None))
+        return conclusions.interval_mismatch(Best(trial=trial, confirmation=again, artifact=None))
 
     assert apart(4.4, 4.34) == ""
     assert "measured 6.17x (5.98 to 6.36)" in apart(6.17, 4.34)

@@ -35,7 +35,7 @@ from trimtab.study.progress import Printed, Progress
 from trimtab.study.result import ARTIFACT, Result
 from trimtab.study.run_folder import RESULT_FILE, disk_errors, exclusive, run_folder, starting_afresh
 from trimtab.study.runoff import contenders, cost_s
-from trimtab.study.storage import shown
+from trimtab.study.storage import hide_password
 from trimtab.study.study import Study
 
 Answer = TypeVar("Answer", bound=Result)
@@ -219,7 +219,7 @@ def command_line(
         "--timing": None if options.timing_s == default.timing_s else f"{options.timing_s:g}s",
         "--worker-memory": None if options.worker_mb is None else f"{_exact(options.worker_mb)}MB",
         "--seed": options.seed or None,
-        "--storage": None if options.storage is None else shown(options.storage),
+        "--storage": None if options.storage is None else hide_password(options.storage),
         "--out": folder,
     }
     words = [word for name, value in given.items() if value is not None for word in (name, str(value))]

@@ -25,7 +25,7 @@ from trimtab.study.progress import Printed, Progress
 from trimtab.study.record import Record
 from trimtab.study.result import Result, speed_ups
 from trimtab.study.run_folder import disk_errors, exclusive, run_folder, starting_afresh
-from trimtab.study.storage import shown
+from trimtab.study.storage import hide_password
 from trimtab.study.study import Study
 from trimtab.study.task import TrainingTask
 from trimtab.study.training import finish, settings_of
@@ -189,7 +189,7 @@ def _limits(limits: Limits | None) -> Limits:
 
 def _python_call(workload: Workload | str, options: Options, **asked: Any) -> str:
     """The Python call that resumes a study, without arguments at their defaults."""
-    asked |= {"storage": options.storage and shown(options.storage), "worker_memory_mb": options.worker_mb}
+    asked |= {"storage": options.storage and hide_password(options.storage), "worker_memory_mb": options.worker_mb}
     asked |= {"trial_seconds": options.trial_s, "timing_seconds": options.timing_s}
     defaults = inspect.signature(tune).parameters
     given = [f"{name}={value!r}" for name, value in asked.items() if value != defaults[name].default]

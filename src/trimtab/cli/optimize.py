@@ -129,7 +129,7 @@ def annotated(result: Result, note: str | None) -> Result:
     earlier one, ``None`` leaves it."""
     if note is None:
         return result
-    result.study.storage.note(late("study.result").NOTE, note.strip() or None)
+    result.study.storage.put(late("study.result").NOTE, note.strip() or None)
     found: Result = late("api.optimize").reported(result)
     return found
 

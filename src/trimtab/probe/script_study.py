@@ -17,7 +17,7 @@ from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions
 from trimtab.probe.counterfactuals import OUT_OF_TIME, Outcome
 from trimtab.study.run_folder import exclusive, run_folder
-from trimtab.study.storage import Storage, in_file
+from trimtab.study.storage import Storage, sqlite_url
 
 DATABASE, RECORD, CONFIRMED = "study.db", "record", "confirmed "
 
@@ -37,7 +37,7 @@ class ScriptStudy:
             "text of the script": configuration.fingerprints(command, ScriptSettings()),
             "machine": to_json(Conditions.here()),
         }
-        where = in_file(folder / DATABASE)
+        where = sqlite_url(folder / DATABASE)
         self._storage = Storage(where, f"{command.name}-tune", identity=identity, fresh=fresh)
 
     @classmethod
@@ -51,12 +51,12 @@ class ScriptStudy:
     @property
     def record(self) -> ProbeRecord | None:
         """What was seen of the script as it was watched."""
-        known = self._storage.noted(RECORD)
+        known = self._storage.get(RECORD)
         return None if known is None else from_json(ProbeRecord, known)
 
     @record.setter
     def record(self, record: ProbeRecord) -> None:
-        self._storage.note(RECORD, record)
+        self._storage.put(RECORD, record)
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -71,13 +71,13 @@ class ScriptStudy:
 
     def confirmed(self, choice: ScriptSettings) -> Outcome | None:
         """The confirmation of ``choice``, if it was finished."""
-        known = self._storage.noted(CONFIRMED + _key(choice))
+        known = self._storage.get(CONFIRMED + _key(choice))
         return None if known is None else from_json(Outcome, known)
 
     def keep_confirmed(self, choice: ScriptSettings, outcome: Outcome) -> None:
         """Store a confirmation, unless it failed."""
         if outcome.gain is not None and outcome.losses != "not compared":
-            self._storage.note(CONFIRMED + _key(choice), outcome)
+            self._storage.put(CONFIRMED + _key(choice), outcome)
 
 
 def _key(settings: ScriptSettings) -> str:

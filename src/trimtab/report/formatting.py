@@ -12,7 +12,7 @@ from trimtab.core.measurement import MAX_SHOWN, Drop, Interval, Parity
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import Mode
 from trimtab.core.trial import Trial
-from trimtab.study.record import KEPT, Record, own
+from trimtab.study.record import KEPT_SPEEDUP, Record, is_kept_original
 
 UNKNOWN = "not measured"
 RUNG_WORDS = {"as_written": "as written", "tuned": "tuned", "lossless": "lossless", "best": "best"}
@@ -381,7 +381,7 @@ def limits(record: Record) -> list[tuple[str, str]]:
 
 def rung_speed(rung: Mapping[str, Any]) -> str:
     """The speed-up of a ladder rung with its interval; of an original that ships, that it is one."""
-    return KEPT if own(rung) else speed(rung_interval(rung))
+    return KEPT_SPEEDUP if is_kept_original(rung) else speed(rung_interval(rung))
 
 
 def rung_interval(rung: Mapping[str, Any]) -> Interval | None:

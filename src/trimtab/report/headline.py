@@ -14,7 +14,7 @@ from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import formatting as words
 from trimtab.report.trial_table import has_files, labelled
 from trimtab.study import ranking
-from trimtab.study.record import Record, own
+from trimtab.study.record import Record, is_kept_original
 
 RUNNING = "This study has no verdict: it is still running, or it was cut off. The same command goes on with it."
 
@@ -130,7 +130,7 @@ def _speed(record: Record) -> Iterator[Tile]:
             below = f"{words.span(trial.speedup)} in the search, not confirmed".lstrip()
             yield Tile("best so far" if record.status is None else "speed-up", words.quoted(trial.speedup), below)
         return
-    if best is not None and own(best):
+    if best is not None and is_kept_original(best):
         yield Tile("speed-up over as written", "1.00x", "the original itself")
     elif found.speedup is not None and found.again:  # the ratio of settings to themselves was not measured
         yield Tile("speed-up over as written", words.quoted(found.speedup), words.bounds(found.speedup))
@@ -148,14 +148,14 @@ def _latency(record: Record, found: Confirmation, first: Mapping[str, Any] | Non
     comparable."""
     now, before = best["latency_ms"]["median"], None if first is None else first["latency_ms"]["median"]
     in_turns = found.comparison is not None and not words.alone(record)
-    if in_turns and found.comparison is not None and not own(best):
+    if in_turns and found.comparison is not None and not is_kept_original(best):
         before = found.comparison.rival.median
     value, written = words.all_milliseconds([now, before])
     below = "" if written == words.UNKNOWN else f"{written} as written"
     if words.alone(record):  # timed one after the other, each with as many examples as its recipe takes
         examples = f"{below}{of_examples(record, first)}" if below else ""
         return value, "; ".join(part for part in (of_examples(record, best).strip(), examples) if part)
-    return value, f"{below}, in turns with it" if below and in_turns and not own(best) else below
+    return value, f"{below}, in turns with it" if below and in_turns and not is_kept_original(best) else below
 
 
 def _throughput(found: Confirmation, measured: Measurement) -> Tile:

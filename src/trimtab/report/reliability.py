@@ -12,7 +12,7 @@ from trimtab.core.trial import State
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import formatting as words
 from trimtab.report.request import option
-from trimtab.study.record import Record, own, said_once
+from trimtab.study.record import Record, is_kept_original, without_repeats
 
 Fact = tuple[str, str]
 
@@ -37,7 +37,7 @@ def _confirmation(record: Record) -> Iterator[Fact]:
     yield "confirmed", "yes" if found.ok else f"no: {plain(found.reason or 'the log of the confirmation says why')}"
     yield "measured from", _source(record.mode, found)
     before = f"; {words.speed(searched.speedup)} in the search" if searched is not None and searched.speedup else ""
-    if any(own(rung) for rung in record.ladder):
+    if any(is_kept_original(rung) for rung in record.ladder):
         yield f"the form that stands alone, against {terms.subject}", words.speed(found.speedup)
     else:
         yield f"speed-up over {terms.subject}", words.speed(found.speedup) + before
@@ -162,7 +162,7 @@ def excused(record: Record) -> str:
 def notes(record: Record) -> list[str]:
     """All other notes, once each, without those that the verdict says."""
     peaks = () if record.peaks is None else record.peaks.notes
-    return words.some(said_once(record.sentence, (*record.prepared.notes, *record.notes, *peaks)))
+    return words.some(without_repeats(record.sentence, (*record.prepared.notes, *record.notes, *peaks)))
 
 
 def machine(record: Record) -> list[Fact]:

@@ -14,7 +14,7 @@ from trimtab.study.result import Best
 from trimtab.study.samplers.ladder import as_written
 from trimtab.study.study import Study
 
-MOVES = 1.1
+NOTED_SPREAD = 1.1
 """Factor between the longest and the shortest time of the model as written from which on a note says so."""
 
 
@@ -34,20 +34,20 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
         words += f" and {tuned.single()} the tuned original"
         words += "" if tuned.unclear else f" ({tuned.bounds()})"
     words += _cost(study, found)
-    moved = "".join(f" {note}" for note in found.trial.notes if note.endswith(MADE_AGAIN))
-    return words + "." + moved + apart(found) + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
+    words += "." + "".join(f" {note}" for note in found.trial.notes if note.endswith(MADE_AGAIN)) + interval_mismatch(found)
+    return words + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
 
-def moved(study: Study, found: Comparison | None) -> list[str]:
-    """A note if the time of the model as written differed by more than :data:`MOVES` between processes and minutes."""
+def baseline_spread(study: Study, found: Comparison | None) -> list[str]:
+    """A note if the time of the model as written differed by more than :data:`NOTED_SPREAD` between processes and minutes."""
     low, high = (None if found is None else found.rival_ms) or (1.0, 1.0)
-    if found is None or study.task.mode != "infer" or high <= MOVES * low:
+    if found is None or study.task.mode != "infer" or high <= NOTED_SPREAD * low:
         return []
     words = f"The model as written took {low:.3g} to {high:.3g} ms, by process and minute, which the interval allows for."
     used = found.foreign + found.stolen
     kept = next((trial for trial in study.trials if [step.name for step in trial.recipe.passes] == ["keep_memory"]), None)
     if kept is not None and kept.speedup is not None and kept.recipe.backend.name == "eager":
-        if kept.speedup.low > 1 and kept.speedup.value >= MOVES:
+        if kept.speedup.low > 1 and kept.speedup.value >= NOTED_SPREAD:
             words += (
                 f" The cause is memory that it gives back to the system after each call and takes again: with "
                 f"keep_memory it is {kept.speedup.times()} as fast."
@@ -57,7 +57,7 @@ def moved(study: Study, found: Comparison | None) -> list[str]:
     return [words + (f" Other processes used {used:.0%} of the CPUs." if used > QUIET else "")]
 
 
-def apart(found: Best) -> str:
+def interval_mismatch(found: Best) -> str:
     """A sentence, with a space before it, if the intervals of the search and of the confirmation do not meet; else empty."""
     searched, again = found.trial.speedup, found.confirmation.speedup
     if searched is None or again is None or (searched.low <= again.high and again.low <= searched.high):
@@ -101,7 +101,7 @@ def _cost(study: Study, found: Best) -> str:
     return words
 
 
-def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[str]) -> str:
+def kept_original(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[str]) -> str:
     """Why nothing won, and what ships: the confirmed ``original``, or ``best``, which computes the same function."""
     ratio, own = best.confirmation.speedup, best.trial.recipe.backend.name == "eager"
     why = " ".join(lost).rstrip(".") or _nothing_won(study.trials, eager, study.options.objective)
@@ -127,15 +127,15 @@ def kept(study: Study, eager: Trial, original: Best, best: Best, lost: Sequence[
 
 
 def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) -> str:
-    others = ranking.others(trials)
+    others = ranking.other_runtimes(trials)
     if not others:
         return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
     if ranking.value(eager, objective) is None:
         return f"its {objective} was not measured, so nothing is known to need less"
     timed = objective in ("latency", "throughput")
     better = "faster" if timed else f"better in {objective}"
-    dark = sum(timed and t.speedup is not None and t.speedup.low <= 1 < t.speedup.high and t.speedup.doubtful for t in others)
-    unknown = f"; of {dark} the machine was too busy to tell" if dark else ""
+    unclear = sum(timed and t.speedup is not None and t.speedup.low <= 1 < t.speedup.high and t.speedup.doubtful for t in others)
+    unknown = f"; of {unclear} the machine was too busy to tell" if unclear else ""
     return f"none of {len(trials)} trials was surely {better} than the tuned original within the limits{unknown}"
 
 

@@ -98,7 +98,7 @@ def confirm(
 def _rivals(study: Study, trial: Trial, eager: Trial, *, itself: bool) -> dict[str, Recipe]:
     """What ``trial`` is timed against, which is never itself. The original that stays (``itself``) is timed in the form that
     ships, whose speed may differ; if nothing else was tried, time is short and it is not timed."""
-    if itself and not ranking.others(study.trials):
+    if itself and not ranking.other_runtimes(study.trials):
         return {}
     tuned = eager.recipe not in (study.baseline, trial.recipe)
     return {"as_written": study.baseline} | ({"tuned": eager.recipe} if tuned else {})
@@ -114,7 +114,7 @@ def _as_searched(trial: Trial) -> Confirmation:
 
 def _confirmed_before(study: Study, trial: Trial, key: str) -> Best | None:
     """The result that an earlier run stored under ``key``; ``None`` if there is none, or if its artifact is gone."""
-    known = study.storage.noted(key)
+    known = study.storage.get(key)
     if known is None:
         return None
     found = from_json(Confirmation, known)
@@ -145,14 +145,14 @@ def _noted(study: Study, trial: Trial, key: str, found: Confirmation, log: str) 
     found = dataclasses.replace(found, measured_at=at, log=log)
     _note_tried(study, trial)
     if not found.undecided:
-        study.storage.note(key, to_json(found))
+        study.storage.put(key, to_json(found))
     return Best(trial=trial, confirmation=found, artifact=shipped(study, trial))
 
 
 def _note_tried(study: Study, trial: Trial) -> None:
-    known, name = study.storage.noted(TRIED) or [], str(trial.recipe)
+    known, name = study.storage.get(TRIED) or [], str(trial.recipe)
     if name not in known:
-        study.storage.note(TRIED, [*known, name])
+        study.storage.put(TRIED, [*known, name])
 
 
 def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float | None]:

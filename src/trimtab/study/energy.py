@@ -25,7 +25,7 @@ def energy(study: Study, artifact: str, seconds: tuple[float, float]) -> Energy:
     if isinstance(meter, str):
         return Energy(reason=meter)
     key = f"energy {seconds[0]:.9g} {seconds[1]:.9g}"
-    if (known := study.storage.noted(key)) is not None:
+    if (known := study.storage.get(key)) is not None:
         return from_json(Energy, known)
     if study.interrupted():
         return Energy(reason="Energy was not measured: the study was interrupted.")
@@ -33,7 +33,7 @@ def energy(study: Study, artifact: str, seconds: tuple[float, float]) -> Energy:
         found = _measured(study, artifact, seconds, meter)
     except (TrimtabError, OSError) as error:
         return Energy(reason=f"Energy was not measured: {error}")
-    study.storage.note(key, found)
+    study.storage.put(key, found)
     return found
 
 

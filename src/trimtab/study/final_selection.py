@@ -92,7 +92,7 @@ class _Ending:
         study.progress.stage(winner if tried else "nothing seems faster: writing the original as an artifact")
         found, lost = self.holding(tried, must_win=must_win)
         if found is not None:
-            study.notes += conclusions.moved(study, found.confirmation.comparison)
+            study.notes += conclusions.baseline_spread(study, found.confirmation.comparison)
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         surely = [ranking.surely_ahead(trial, self.eager, self.objective) for trial in tried]
         said = ("It seemed faster in the search", "It won the search")
@@ -102,7 +102,7 @@ class _Ending:
         kept = self.found.get(self.eager.recipe.hash) or self.measure(self.eager, must_win=False)
         best = self.fastest(kept)
         if best.confirmation.ok:
-            return "kept_original", conclusions.kept(study, self.eager, kept, best, lost), best
+            return "kept_original", conclusions.kept_original(study, self.eager, kept, best, lost), best
         if not ranking.misses(self.latest(best.trial), self.limits):
             words = f"Nothing better was confirmed, and the original cannot ship: {best.confirmation.reason}"
             return "kept_original", words, best
@@ -117,7 +117,7 @@ class _Ending:
         trial = next(each for each in self.study.trials if each.recipe == trial.recipe)  # with the figures of the search
         found = confirm(self.study, trial, self.eager, self.rivals, must_win=must_win, end=self.end)
         self.found[trial.recipe.hash] = found
-        self.again[trial.recipe.hash] = ranking.seen_again(trial, found.confirmation)
+        self.again[trial.recipe.hash] = ranking.with_confirmed_figures(trial, found.confirmation)
         self.study.refused += [] if found.confirmation.ok else [found.confirmation]
         return found
 
@@ -236,7 +236,7 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
         files, seconds = str(study.runner.files(best.trial)), found.candidate.median / 1e3
         asked["best"] = {"recipe": best.trial.recipe.to_json(), "files": files, "seconds": seconds}
     key = f"explained {hashlib.sha256(dumps(asked, indent=None).encode()).hexdigest()[:16]}"  # databases limit its length
-    known = study.storage.noted(key)
+    known = study.storage.get(key)
     if known is None and late:
         study.notes.append(
             "Where the time goes was not looked at, as the budget was over; with a longer one the same command does."
@@ -253,7 +253,7 @@ def explain(study: Study, best: Best | None, *, late: bool = False) -> tuple[Pea
         if known is None:
             study.notes.append(f"Where the time goes is not known: {reason}")
             return None, {}
-        study.storage.note(key, known)
+        study.storage.put(key, known)
     explanations = {name: from_json(Explanation, value) for name, value in known["explanations"].items()}
     return from_json(Peaks, known["peaks"]), explanations
 

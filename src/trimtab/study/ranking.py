@@ -20,17 +20,17 @@ from trimtab.evaluation.evaluate import Objective
 
 Status = Literal["improved", "kept_original", "limits_not_met"]
 Rung = Literal["as_written", "tuned", "lossless", "best"]
-HOPEFUL = 1.05
+LEAST_APPARENT = 1.05
 """Least apparent speed-up over the tuned original for a confirmation, if no speed-up is sure."""
 LARGE_DROP = 0.2
 """A larger limit of drop or error is probably a missing percent sign."""
 TINY_DROP, BEYOND_SHARES = 1e-3, 10.0
 """A limit below this share of a score above the second number is probably meant in percent."""
-NAMED = 2
+MOST_NAMED = 2
 """The largest number of recipes that a note names."""
-MORE = 1.1
+LEAST_GROWTH = 1.1
 """Least growth of a time or memory limit for another try. Free memory varies from run to run."""
-DEARER = 1.2
+CLASS_MARGIN = 1.2
 """Factor on the longest trial of a cost class, as an estimate for another backend of that class."""
 QUALITY = ("accuracy", "loss")
 """Names of the limits on the score of a model and the loss of a training."""
@@ -38,7 +38,7 @@ WORTH = 0.05
 """Least possible gain that is worth a comparison, and least gain that is worth a loss of score."""
 HOPELESS = 0.5
 """A recipe surely below this share of the best speed ends after its first timing; later stages do not gain a factor of 2."""
-OPEN = 2
+MOST_CONTENDERS = 2
 """Largest number of recipes in a runoff against the first."""
 LEAST_TIMING_S, TIMED, EARLY = 1.0, 0.1, 0.04
 """Least seconds of a timing, and its maximum share of the remaining budget: of any trial, and of those that the search begins
@@ -55,24 +55,24 @@ class Miss:
     words: str
 
 
-def doubts(limits: Limits, score: float | None, share: bool, least: Mapping[str, Drop]) -> list[str]:
-    """Notes on the limits before the search, from :func:`doubt` and :func:`unproven`."""
-    return [words for words in (doubt(limits, score, share), unproven(limits, score, least)) if words]
+def limit_warnings(limits: Limits, score: float | None, share: bool, least: Mapping[str, Drop]) -> list[str]:
+    """Notes on the limits before the search, from :func:`limit_warning` and :func:`unprovable_drop`."""
+    return [words for words in (limit_warning(limits, score, share), unprovable_drop(limits, score, least)) if words]
 
 
-def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
+def limit_warning(limits: Limits, score: float | None, share: bool) -> str | None:
     """A note if the limit on the score seems to be in the wrong unit, or has no effect because there are no labels.
 
     Raises:
         UsageError: the limit allows any loss.
     """
     if score is None:
-        return " ".join(words for words in (_unseen(limits), _generous(limits)) if words) or None
+        return " ".join(words for words in (_unlabelled(limits), _missing_percent(limits)) if words) or None
     given = limits.max_drop
     if not isinstance(given, (int, float)) or (share and given < LARGE_DROP):
         return None
     if not share:
-        return _strict(given, score)
+        return _meant_in_percent(given, score)
     meant = f"If {given:g}% was meant, write --max-drop {given:g}% or max_drop={given / 100:g}."
     if given >= 1:
         raise UsageError(
@@ -82,7 +82,7 @@ def doubt(limits: Limits, score: float | None, share: bool) -> str | None:
     return f"max_drop allows the score to drop by {given:.0%} ({score:.4f} as written). {meant}"
 
 
-def unproven(limits: Limits, score: float | None, least: Mapping[str, Drop]) -> str | None:
+def unprovable_drop(limits: Limits, score: float | None, least: Mapping[str, Drop]) -> str | None:
     """A note if no lossy recipe can pass, because the data are too few to prove so small a drop.
 
     Args:
@@ -101,7 +101,7 @@ def unproven(limits: Limits, score: float | None, least: Mapping[str, Drop]) -> 
     )
 
 
-def _strict(given: float, score: float) -> str | None:
+def _meant_in_percent(given: float, score: float) -> str | None:
     if abs(score) <= BEYOND_SHARES or not 0 < given < TINY_DROP * abs(score):
         return None
     return (
@@ -110,7 +110,7 @@ def _strict(given: float, score: float) -> str | None:
     )
 
 
-def _unseen(limits: Limits) -> str | None:
+def _unlabelled(limits: Limits) -> str | None:
     if limits.max_drop is None:
         return None
     if limits.max_drop == 0:
@@ -121,7 +121,7 @@ def _unseen(limits: Limits) -> str | None:
     )
 
 
-def _generous(limits: Limits) -> str | None:
+def _missing_percent(limits: Limits) -> str | None:
     given = limits.max_error
     if given < LARGE_DROP:
         return None
@@ -131,7 +131,7 @@ def _generous(limits: Limits) -> str | None:
     )
 
 
-def _wishes(limits: Limits) -> dict[str, tuple[float, str]]:
+def _user_limits(limits: Limits) -> dict[str, tuple[float, str]]:
     """The limits that the user gave on other things than accuracy, with their units, by name."""
     known = {
         "latency": (limits.latency_ms, "ms"),
@@ -151,7 +151,7 @@ def misses(trial: Trial, limits: Limits) -> list[Miss]:
         "size": trial.size_mb,
         "throughput": None if trial.throughput is None else trial.throughput.median,
     }
-    for name, (limit, unit) in _wishes(limits).items():
+    for name, (limit, unit) in _user_limits(limits).items():
         if (value := measured[name]) is None:
             words = f"Its {name} was not measured, so it cannot be said to keep {limit:g} {unit}."
             found.append(Miss(name, math.inf, words))
@@ -171,13 +171,13 @@ def _accuracy(trial: Trial, limits: Limits) -> Miss | None:
         return None  # exact recipes passed the stricter check against floating-point noise
     excess = drop.upper / drop.limit if drop.limit else float("inf")
     if drop.of == "loss":
-        return Miss("loss", excess, _risen(drop, drop.limit))
+        return Miss("loss", excess, _loss_miss(drop, drop.limit))
     if drop.decided is False:
         return Miss("accuracy", excess, f"Its drop of {drop.show(drop.value)} is beyond the limit of {drop.show(drop.limit)}.")
     return Miss("accuracy", excess, f"Undecidable {drop.unclear}.")
 
 
-def _risen(rise: Drop, limit: float) -> str:
+def _loss_miss(rise: Drop, limit: float) -> str:
     if rise.decided is False:
         return f"Its loss ends up {rise.value:.4g} higher, beyond the limit of {limit:.4g}."
     return (
@@ -196,7 +196,7 @@ def feasible(trial: Trial, limits: Limits) -> bool:
     return trial.state is State.COMPLETE and ships(trial) and not misses(trial, limits)
 
 
-def seen_again(trial: Trial, found: Confirmation) -> Trial:
+def with_confirmed_figures(trial: Trial, found: Confirmation) -> Trial:
     """``trial`` with the figures of its confirmation, as far as they were measured."""
     figures = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb", "cold_s")
     again = {name: getattr(found, name) for name in figures}
@@ -223,7 +223,7 @@ def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> lis
     return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
 
 
-def to_reach(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective: Objective) -> dict[str, float]:
+def speed_thresholds(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective: Objective) -> dict[str, float]:
     """Thresholds for the first timing of ``recipe``: a speed below which the trial stops, and one below which timing is not
     extended. The latter is that of the best trial, for an exact recipe of the best exact trial."""
     if objective not in ("latency", "throughput"):
@@ -234,7 +234,7 @@ def to_reach(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective:
     return {"floor": HOPELESS * floor[0], "best": best[0]}
 
 
-def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
+def possibly_faster(ranked: Sequence[Trial]) -> list[Trial]:
     """The trials behind the first of ``ranked`` that may be faster, the likeliest first.
 
     A trial with a wide interval ranks low, because ranks go by the lower end.
@@ -243,7 +243,7 @@ def unsettled(ranked: Sequence[Trial]) -> list[Trial]:
         return []
     found = [(trial.speedup.high, trial) for trial in ranked[1:] if trial.speedup is not None]
     able = [(high, trial) for high, trial in found if high > (1 + WORTH) * first.value]
-    return [trial for _, trial in sorted(able, key=lambda each: -each[0])[:OPEN]]
+    return [trial for _, trial in sorted(able, key=lambda each: -each[0])[:MOST_CONTENDERS]]
 
 
 def threads(trial: Trial) -> int:
@@ -257,7 +257,7 @@ def fewer_threads(trial: Trial, other: Trial) -> bool:
     return trial.recipe.exact == other.recipe.exact and 0 < threads(trial) < threads(other)
 
 
-def leaner(ranked: Sequence[Trial]) -> list[Trial]:
+def with_fewer_threads(ranked: Sequence[Trial]) -> list[Trial]:
     """The best of ``ranked`` with fewer threads than the first that may have its speed but for :data:`WORTH`; empty if none."""
     if not ranked or (first := ranked[0].speedup) is None:
         return []
@@ -284,19 +284,19 @@ def ahead(
     """The trials that keep the limits and seem to beat ``eager``, best first.
 
     ``eager`` is the tuned original, or without ``tuned`` the original as written. If no trial is surely better, the list
-    has the trial with the largest apparent gain, if that exceeds :data:`HOPEFUL`: the confirmation measures for longer.
+    has the trial with the largest apparent gain, if that exceeds :data:`LEAST_APPARENT`: the confirmation measures for longer.
     """
     order = ranked(trials, limits, objective)
     found = order[: order.index(eager)] if eager in order else order
     if found or eager is None or eager.speedup is None or objective not in ("latency", "throughput"):
         return found
-    bar = HOPEFUL * eager.speedup.value
+    bar = LEAST_APPARENT * eager.speedup.value
     others = [t for t in order if t != eager and not (tuned and t.recipe.backend.name == "eager" and t.recipe.exact)]
     behind = [trial for trial in others if trial.speedup is not None and trial.speedup.value > bar]
     return sorted(behind, key=lambda trial: -(trial.speedup.value if trial.speedup else 0.0))[:1]
 
 
-def others(trials: Iterable[Trial]) -> list[Trial]:
+def other_runtimes(trials: Iterable[Trial]) -> list[Trial]:
     """The trials of other runtimes than that of the original, without those that could not begin."""
     return [trial for trial in trials if trial.state is not State.SKIPPED and trial.recipe.backend.name != "eager"]
 
@@ -327,7 +327,7 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
     accurate = [t for t in shipping if not any(m.limit in QUALITY for m in misses(t, limits))]
     held = next((t for t in complete if not ships(t) and not misses(t, limits)), None)
     but = "" if held is None else f" {held.recipe} would keep them. {held.reason}"
-    wishes = ", ".join(f"{name} {limit:g} {unit}" for name, (limit, unit) in _wishes(limits).items())
+    wishes = ", ".join(f"{name} {limit:g} {unit}" for name, (limit, unit) in _user_limits(limits).items())
     if not accurate:
         quality = "loss" if any(t.drop is not None and t.drop.of == "loss" for t in shipping) else "accuracy"
         return f"Nothing meets the limits ({wishes or quality}), and no recipe kept the {quality} limit.{but}"
@@ -380,10 +380,10 @@ def _figures(source: Interval | Measurement | Drop | None, *names: str) -> dict[
     return {name: None if source is None else getattr(source, name) for name in names}
 
 
-def has_more(trial: Trial, *, seconds: float, memory_mb: float) -> bool:
+def limit_was_raised(trial: Trial, *, seconds: float, memory_mb: float) -> bool:
     """Whether a time or memory limit ended ``trial`` that is higher now."""
     now = {"time": seconds, "memory": memory_mb}.get(trial.ended_by or "", 0.0)
-    return trial.limit is not None and now > MORE * trial.limit
+    return trial.limit is not None and now > LEAST_GROWTH * trial.limit
 
 
 def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startup_s: float) -> float:
@@ -391,11 +391,11 @@ def likely_s(backend: Backend, trials: Sequence[Trial], original: Recipe, startu
     cost. One that a limit of time ended needs more than it took, which says nothing of other backends."""
     timed = [trial for trial in trials if trial.seconds > 1]
     ended = [trial for trial in timed if trial.ended_by == "time"]
-    same = [t.seconds * (MORE if t in ended else 1) for t in timed if t.recipe.backend.name == backend.name]
+    same = [t.seconds * (LEAST_GROWTH if t in ended else 1) for t in timed if t.recipe.backend.name == backend.name]
     others = [trial for trial in timed if trial.recipe.backend.name != "eager" and trial not in ended]
     alike = [trial.seconds for trial in others if trial.recipe.backend.cost == backend.cost]
     least = min([startup_s, *[t.seconds for t in timed if t.recipe == original]])
-    usual = max(alike) * DEARER if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
+    usual = max(alike) * CLASS_MARGIN if alike else least + {"seconds": 5.0, "minute": 45.0, "minutes": 150.0}[backend.cost]
     return max(same, default=usual)
 
 
@@ -411,7 +411,7 @@ def share_s(left_s: float, needed_s: Sequence[float]) -> float:
     return max(left_s - sum(needed_s), left_s / (1 + len(needed_s)))
 
 
-def took_its_share(limit_s: float) -> str:
+def share_used_up(limit_s: float) -> str:
     """The reason of a first form that was ended after ``limit_s`` seconds, its part of the budget."""
     return (
         f"Rule 'share': it still ran after {limit_s:.0f} s, and the rest of the budget is for runtimes that were not tried yet "
@@ -421,8 +421,8 @@ def took_its_share(limit_s: float) -> str:
 
 def too_short(left_out: Sequence[Trial]) -> str:
     """A sentence about the recipes that the budget left no time for."""
-    rest = ", which the report lists" if len(left_out) > NAMED else ""
-    names = listed([str(trial.recipe) for trial in left_out], NAMED)
+    rest = ", which the report lists" if len(left_out) > MOST_NAMED else ""
+    names = listed([str(trial.recipe) for trial in left_out], MOST_NAMED)
     slow = any(trial.recipe.backend.cost != "seconds" for trial in left_out)
     why = " Runtimes that compile in seconds come first." if slow else ""
     return f"The budget was too short to try {names}{rest}.{why} The same command goes on with them."

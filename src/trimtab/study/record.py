@@ -120,11 +120,11 @@ class Rung(TypedDict):
 
 SHORT = 40
 """A note shorter than this is dropped only if the verdict says all of it."""
-KEPT = "the original, 1.00x"
+KEPT_SPEEDUP = "the original, 1.00x"
 """The speed-up of the rung ``best`` if the original ships."""
 
 
-def own(rung: Mapping[str, Any]) -> bool:
+def is_kept_original(rung: Mapping[str, Any]) -> bool:
     """Whether ``rung`` is the original that ships for want of anything faster. Its speed-up is exactly 1."""
     return bool(rung["rung"] == "best" and rung["speedup"] == {"value": 1.0, "low": 1.0, "high": 1.0})
 
@@ -237,7 +237,7 @@ def report_name(workload: str) -> str:
     return re.sub(r"[^\w.-]+", "-", workload) + "-report.html"
 
 
-def said_once(sentence: str, notes: Sequence[str]) -> list[str]:
+def without_repeats(sentence: str, notes: Sequence[str]) -> list[str]:
     """``notes`` without repetitions, and without those that the verdict's ``sentence`` says, after a lead-in or not."""
     bare = {note: note.partition(": ")[2] or note for note in notes}
     return [

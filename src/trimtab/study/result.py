@@ -18,7 +18,7 @@ from trimtab.hardware.peaks import Peaks
 from trimtab.measure.energy import Energy
 from trimtab.study import ranking, waterfall
 from trimtab.study.energy import energy
-from trimtab.study.record import KEPT, Record, Rung, own, said_once
+from trimtab.study.record import KEPT_SPEEDUP, Record, Rung, is_kept_original, without_repeats
 from trimtab.study.study import Study
 
 ARTIFACT = "artifact"
@@ -166,7 +166,7 @@ class Result:
 
     def all_notes(self) -> list[str]:
         """Notes on assumptions, events of the study and load on the machine, in sentences."""
-        return said_once(self.sentence, [*self.study.prepared.notes, *self.study.notes, *busy(self.study.record())])
+        return without_repeats(self.sentence, [*self.study.prepared.notes, *self.study.notes, *busy(self.study.record())])
 
     def steps(self) -> tuple[waterfall.Step, ...]:
         """What each step of the recipe that ships brought, from the trials of the search; empty if the original ships."""
@@ -195,7 +195,7 @@ class Result:
             "trials": [ranking.entry(trial, limits) for trial in study.trials],
             "best": None if best is None else self._entry(best.trial),
             "steps": to_json(self.steps()),
-            "note": self.study.storage.noted(NOTE),
+            "note": self.study.storage.get(NOTE),
             "untried": list(study.record().untried),
             "artifact": None if best is None or best.artifact is None else str(best.artifact.path),
             "report": None if self.report is None else str(self.report),
@@ -213,10 +213,10 @@ class Result:
             ladder=cast(tuple[Rung, ...], self.ladder().rungs),
             peaks=self.peaks,
             explanations=self.explanations,
-            tried=tuple(self.study.storage.noted(TRIED) or ()),
-            notes=tuple(said_once(self.sentence, [*known.notes, *busy(known)])),
+            tried=tuple(self.study.storage.get(TRIED) or ()),
+            notes=tuple(without_repeats(self.sentence, [*known.notes, *busy(known)])),
             steps=self.steps(),
-            note=self.study.storage.noted(NOTE),
+            note=self.study.storage.get(NOTE),
             energy=self._energy(),
         )
         if best is None:
@@ -285,7 +285,7 @@ def _times(rung: Mapping[str, Any]) -> str:
     found = rung["speedup"]
     if found["value"] is None:
         return "-"
-    return KEPT if own(rung) else Interval(**found).times()
+    return KEPT_SPEEDUP if is_kept_original(rung) else Interval(**found).times()
 
 
 def _line(rung: Mapping[str, Any], times: str, share: bool) -> str:

@@ -16,11 +16,11 @@ from trimtab.core.trial import Trial
 from trimtab.errors import TrimtabError
 from trimtab.evaluation.evaluate import Objective, Plan
 from trimtab.measure.pooled import narrow, number_of_starts, pooled, start_timing
-from trimtab.study.ranking import WORTH, fewer_threads, leaner, threads, unsettled
+from trimtab.study.ranking import WORTH, fewer_threads, possibly_faster, threads, with_fewer_threads
 from trimtab.study.study import Study
 
 RUNOFF = "runoff"
-SHORT = "the time was too short."
+NO_TIME = "the time was too short."
 NEAR = 1.25
 """A lossy recipe is also timed against the best exact one if its speed-up over that is below this factor."""
 FEW, MOST = 3, 6
@@ -40,10 +40,10 @@ def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
     first, speed = ahead[0], ahead[0].speedup.value
     free = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
     near = free is not None and free.speedup is not None and NEAR * free.speedup.value > speed
-    lean = leaner(ahead)
-    others = [*lean, *[trial for trial in unsettled(ahead) if trial is not free and trial not in lean]]
+    lean = with_fewer_threads(ahead)
+    others = [*lean, *[trial for trial in possibly_faster(ahead) if trial is not free and trial not in lean]]
     # the exact trial meets the fastest lossy one, last and once
-    return [first, *others, *([free] if free is not None and (near or free in unsettled(ahead)) else [])]
+    return [first, *others, *([free] if free is not None and (near or free in possibly_faster(ahead)) else [])]
 
 
 def cost_s(study: Study) -> float:
@@ -111,7 +111,7 @@ def _speed(trial: Trial) -> float:
 
 def _known(study: Study, other: Trial, first: Trial) -> Interval | None:
     """The ratio that an earlier run of this study measured; ``None`` if there is none."""
-    known = study.storage.noted(_key(other, first))
+    known = study.storage.get(_key(other, first))
     return None if known is None else from_json(Comparison, known).ratio
 
 
@@ -131,9 +131,9 @@ def _measured(study: Study, other: Trial, first: Trial, until: float | None) -> 
             break
         found = _start(study, other, first, plan, until)
         if isinstance(found, str):
-            if not study.interrupted() and not (starts and found == SHORT):
+            if not study.interrupted() and not (starts and found == NO_TIME):
                 study.notes.append(f"{other.recipe} and {first.recipe} could not be timed against each other: {found}")
-            if found != SHORT:
+            if found != NO_TIME:
                 return None
             break
         starts.append(found)
@@ -142,7 +142,7 @@ def _measured(study: Study, other: Trial, first: Trial, until: float | None) -> 
         return None
     comparison = pooled(starts)
     if not comparison.ratio.vague:  # a later run may measure it again
-        study.storage.note(_key(other, first), to_json(comparison))
+        study.storage.put(_key(other, first), to_json(comparison))
     return comparison.ratio
 
 
@@ -169,7 +169,7 @@ def _start(study: Study, other: Trial, first: Trial, plan: Plan, until: float | 
             return " ".join([lines[0], *lines[1:][-1:]])
     if outcome.result is not None:
         return from_json(Comparison, outcome.result)
-    return SHORT if outcome.cut_off else str(outcome.reason)
+    return NO_TIME if outcome.cut_off else str(outcome.reason)
 
 
 def _key(other: Trial, first: Trial) -> str:

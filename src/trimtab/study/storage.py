@@ -24,10 +24,10 @@ from trimtab.core.trial import State, Trial
 from trimtab.errors import StorageError, TrimtabError, UsageError
 
 STATES = {State.COMPLETE: TrialState.COMPLETE, State.STOPPED: TrialState.PRUNED}
-TRIAL, MEASURED, OF = "trial", "measured", "of"
-COMPLAINTS = (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError)
+TRIAL, MEASURED, KEY = "trial", "measured", "of"
+DATABASE_ERRORS = (SQLAlchemyError, optuna.exceptions.StorageInternalError, OSError, KeyError)
 """Exceptions of an unusable database. Optuna raises KeyError for a study that was deleted meanwhile."""
-ODD = (RuntimeError, AssertionError, LookupError, ValueError, TypeError, AttributeError)
+DAMAGE_ERRORS = (RuntimeError, AssertionError, LookupError, ValueError, TypeError, AttributeError)
 """Exceptions of optuna on reading a database of another version, or a changed or damaged one."""
 DAMAGED = "Put back a copy of it, or begin anew with --fresh or another --out (in Python, fresh=True or out=...)."
 
@@ -43,11 +43,11 @@ class Storage:
     """
 
     def __init__(self, url: str, name: str, *, identity: Mapping[str, Any], fresh: bool = False) -> None:
-        self.url = shown(url)
+        self.url = hide_password(url)
         """The URL without its password."""
         self.notes: list[str] = []
         """Notes on the trials of the last call of :meth:`trials`."""
-        if not _is_read(url):
+        if not _is_parsable(url):
             raise StorageError(
                 f"The study's storage {self.url} cannot be opened: it cannot be read as a URL. Write signs such as @ : / {{ in "
                 "the password as %40 %3A %2F %7B."
@@ -126,21 +126,21 @@ class Storage:
         """Store under ``key`` what was measured of something that is no recipe, such as the settings of a script."""
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         with self.guard("written"):
-            self.study.add_trial(create_trial(state=state, value=value, user_attrs={OF: key, MEASURED: json.dumps(facts)}))
+            self.study.add_trial(create_trial(state=state, value=value, user_attrs={KEY: key, MEASURED: json.dumps(facts)}))
 
     def measured(self) -> dict[str, Any]:
         """Key -> the facts that :meth:`add_measured` stored last under it."""
         with self.guard("read"):
             kept = [item.user_attrs for item in self.study.get_trials(deepcopy=False) if MEASURED in item.user_attrs]
-            return {facts[OF]: json.loads(facts[MEASURED]) for facts in kept}
+            return {facts[KEY]: json.loads(facts[MEASURED]) for facts in kept}
 
-    def note(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any) -> None:
         """Store a value of the whole study under ``key``."""
         with self.guard("written"):
             self.study.set_user_attr(key, json.dumps(to_json(value)))
 
-    def noted(self, key: str) -> Any:
-        """The value that :meth:`note` stored under ``key``, or ``None``."""
+    def get(self, key: str) -> Any:
+        """The value that :meth:`put` stored under ``key``, or ``None``."""
         with self.guard("read"):
             text = self.study.user_attrs.get(key)
             return None if text is None else json.loads(text)
@@ -164,7 +164,7 @@ class Storage:
         Raises:
             StorageError: the database cannot be used.
         """
-        met = COMPLAINTS + (() if verb == "written" else ODD)
+        handled = DATABASE_ERRORS + (() if verb == "written" else DAMAGE_ERRORS)
         try:
             yield
         except ImportError as error:
@@ -175,18 +175,18 @@ class Storage:
             ) from error
         except TrimtabError:
             raise
-        except met as error:
+        except handled as error:
             cause = error.__cause__ or error
             cause = getattr(cause, "orig", None) or cause  # the driver's error, without SQLAlchemy's advice for developers
             reason = next(iter(str(cause).splitlines()), type(error).__name__)
             fix = "If the disk is full, free space." if verb == "written" else "Mend that, or choose another with --storage."
             fix += " Finished trials are kept, and the same command goes on from them."
-            if verb == "read" and not isinstance(error, COMPLAINTS):
+            if verb == "read" and not isinstance(error, DATABASE_ERRORS):
                 fix = DAMAGED
             raise StorageError(f"The study's storage {self.url} cannot be {verb}: {reason}. {fix}") from error
 
 
-def in_file(path: pathlib.Path) -> str:
+def sqlite_url(path: pathlib.Path) -> str:
     """The URL of the SQLite file ``path``, with special characters escaped."""
     quoted = re.sub("[%?#{}]", lambda sign: f"%{ord(sign[0]):X}", str(path))
     url = f"sqlite:///{quoted}"
@@ -194,7 +194,7 @@ def in_file(path: pathlib.Path) -> str:
     return url if make_url(url).database == str(path) else f"sqlite:///file:{quoted}?uri=true"
 
 
-def shown(url: str) -> str:
+def hide_password(url: str) -> str:
     """``url`` without its password, for output and records."""
     try:
         text = make_url(url.encode(errors=ESCAPED).decode()).render_as_string(hide_password=True)
@@ -203,7 +203,7 @@ def shown(url: str) -> str:
     return re.sub("(?<=[?&]password=)[^&]*", "***", text)
 
 
-def _is_read(url: str) -> bool:
+def _is_parsable(url: str) -> bool:
     """Whether ``url`` can be parsed. The error of an unparsable one may repeat its password."""
     try:
         make_url(url)

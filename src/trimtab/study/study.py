@@ -36,7 +36,7 @@ from trimtab.study.record import Prepared, Record, claim
 from trimtab.study.samplers.ladder import LONG, MORE_TRAININGS, MOST_TRAININGS, Ask, SearchState
 from trimtab.study.samplers.quantization import UPDATES
 from trimtab.study.samplers.tpe import Tpe
-from trimtab.study.storage import Storage, in_file
+from trimtab.study.storage import Storage, sqlite_url
 from trimtab.study.task import InferenceTask, Task
 from trimtab.study.trainings import Trainings
 
@@ -117,13 +117,13 @@ class Study:
         self.progress.stage("checking the workload with a dry run")
         self.prepared = self._prepare()
         known = self.prepared
-        self.notes += ranking.doubts(options.limits, known.score, known.share, known.least)
+        self.notes += ranking.limit_warnings(options.limits, known.score, known.share, known.least)
         if "distill" in options.compress and (why := known.why_not(Recipe(passes=(Student(),), backend=BACKENDS["eager"]()))):
             self.notes.append(f"Nothing is distilled: {why}")
         for remark in dict.fromkeys((*self.prepared.notes, *self.notes)):
             self.progress.remark(remark)
         claim(folder, self.prepared, self.environment, self._identity())
-        url = options.storage or in_file(folder / "study.db")
+        url = options.storage or sqlite_url(folder / "study.db")
         self.storage = Storage(url, self.stored_as, identity=self._identity(), fresh=options.fresh)
         self._keep_thread_limit()
         self.trainings = Trainings(self.runner, self.storage, options, self.progress)
@@ -274,7 +274,7 @@ class Study:
         if trial is None:
             return None
         if limit_s is not None and trial.ended_by == "time" and trial.limit == limit_s:
-            trial = dataclasses.replace(trial, state=State.STOPPED, reason=ranking.took_its_share(limit_s))
+            trial = dataclasses.replace(trial, state=State.STOPPED, reason=ranking.share_used_up(limit_s))
         return dataclasses.replace(trial, stage=ask.stage)
 
     def _why_not(self, recipe: Recipe) -> str | None:
@@ -289,10 +289,10 @@ class Study:
 
     def _keep_thread_limit(self) -> None:
         """Time with as many threads as the run that began this study: ratios of other numbers of threads cannot be compared."""
-        known = self.storage.noted(THREAD_LIMIT)
+        known = self.storage.get(THREAD_LIMIT)
         if known is None:
             known = {"threads": self.thread_limit, "others": None if self.other_load is None else str(self.other_load)}
-            self.storage.note(THREAD_LIMIT, known)
+            self.storage.put(THREAD_LIMIT, known)
         self.thread_limit = known["threads"]
         self.runner.limit_threads(self.thread_limit)
         if self.thread_limit is not None:
@@ -306,7 +306,7 @@ class Study:
         if trial.state is State.SKIPPED:
             return not self._why_not(trial.recipe)
         trains = trial.state is State.STOPPED and trial.recipe.training is not None
-        return ranking.has_more(
+        return ranking.limit_was_raised(
             trial, seconds=self.trainings.limit_s if trains else self.options.trial_s, memory_mb=self.runner.memory_mb
         )
 
@@ -319,7 +319,7 @@ class Study:
         timing_s, end = self.options.timing_s, self._end
         early = self.task.mode == "infer" and ask.stage in ("as_written", "tuned", "lossless")
         seconds = ranking.in_time(timing_s, end, ranking.EARLY if early else ranking.TIMED)
-        reach = ranking.to_reach(ask.recipe, self._trials, self.options.limits, self.options.objective)
+        reach = ranking.speed_thresholds(ask.recipe, self._trials, self.options.limits, self.options.objective)
         plan = self.plan(seconds=seconds, **({} if ask.stage in ("as_written", "tuned") else reach))
         if self.task.mode == "train":
             return dataclasses.replace(plan, over=ask.over, again_s=ranking.in_time(AGAIN * timing_s, end))
@@ -379,7 +379,7 @@ class Study:
         """Delete the built files of trials that can no longer become the artifact."""
         ranked = ranking.ranked(self._trials, self.options.limits, self.options.objective)
         exact = [trial for trial in ranked if trial.recipe.exact]
-        open_ones = (*ranking.unsettled(ranked), *ranking.leaner(ranked))
+        open_ones = (*ranking.possibly_faster(ranked), *ranking.with_fewer_threads(ranked))
         keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *open_ones)}
         if (eager := self.to_beat) is not None:
             keep.add(eager.recipe.hash)

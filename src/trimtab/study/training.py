@@ -28,14 +28,14 @@ def settings_of(study: Study, recipe: Recipe) -> Settings:
         WorkloadError: the worker failed.
     """
     key = f"settings {recipe.hash}"
-    known = study.storage.noted(key)
+    known = study.storage.get(key)
     if known is None:
         job = study.runner.job() | {"kind": "settings", "recipe": recipe.to_json()}
         outcome = study.runner.run_job(job, study.folder / SETTINGS_FOLDER, final=True)
         if outcome.result is None:
             raise WorkloadError(f"The settings of {recipe} cannot be found out: {outcome.reason}")
         known = outcome.result
-        study.storage.note(key, known)
+        study.storage.put(key, known)
     return from_json(Settings, known)
 
 

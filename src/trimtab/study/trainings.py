@@ -37,7 +37,7 @@ class Trainings:
 
     def __init__(self, runner: TrialRunner, storage: Storage, options: Options, progress: Progress) -> None:
         self._runner, self._storage, self._options, self._progress = runner, storage, options, progress
-        known = [storage.noted(_key(name)) for name in storage.noted(ORDER) or ()]
+        known = [storage.get(_key(name)) for name in storage.get(ORDER) or ()]
         self._known = {found.recipe.hash: found for each in known if each for found in [from_json(Trained, each)]}
         self._looked, self._over = 0.0, False
 
@@ -104,7 +104,7 @@ class Trainings:
         if found is None or found.state is State.STOPPED:
             return False
         if found.ended_by == "memory":
-            return self._runner.memory_mb <= ranking.MORE * (found.limit or 0.0)
+            return self._runner.memory_mb <= ranking.LEAST_GROWTH * (found.limit or 0.0)
         return all((self._weights / name).exists() for name in found.files)
 
     @property
@@ -134,8 +134,8 @@ class Trainings:
             outcome = dataclasses.replace(outcome, cut_off=False, ended_by="time")
         found = dataclasses.replace(self._ended(part, outcome, earlier_s), log=str((folder / LOG).relative_to(runner.folder)))
         self._known[part.hash] = found
-        self._storage.note(_key(part.hash), to_json(found))
-        self._storage.note(ORDER, list(self._known))
+        self._storage.put(_key(part.hash), to_json(found))
+        self._storage.put(ORDER, list(self._known))
         return None if outcome.cut_off else found
 
     def _ended(self, part: Recipe, outcome: Outcome, earlier_s: float) -> Trained:
