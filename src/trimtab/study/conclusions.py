@@ -134,8 +134,8 @@ def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) ->
         return f"its {objective} was not measured, so nothing is known to need less"
     timed = objective in ("latency", "throughput")
     better = "faster" if timed else f"better in {objective}"
-    unclear = sum(timed and t.speedup is not None and t.speedup.low <= 1 < t.speedup.high and t.speedup.doubtful for t in others)
-    unknown = f"; of {unclear} the machine was too busy to tell" if unclear else ""
+    vague = sum(timed and t.speedup is not None and t.speedup.low <= 1 < t.speedup.high and t.speedup.doubtful for t in others)
+    unknown = f"; of {vague} the machine was too busy to tell" if vague else ""
     return f"none of {len(trials)} trials was surely {better} than the tuned original within the limits{unknown}"
 
 

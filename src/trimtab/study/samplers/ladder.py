@@ -17,13 +17,13 @@ from trimtab.study.samplers.quantization import (
     PAYS,
     TRAINER,
     UPDATES,
-    given_back,
+    bisect_float_layers,
     holds,
-    layers_back,
-    misses,
-    other_forms,
+    loses_accuracy,
+    other_int8_forms,
     trained_int8,
     training,
+    with_float_layers,
 )
 from trimtab.study.samplers.quantization import speed as _speed
 
@@ -31,7 +31,7 @@ MOST_DECLINED = 10
 """Suggestions of optuna beyond the remaining budget after which the search ends."""
 QUICK_MS = 5.0
 """Calls above this latency in ms are seldom faster with fewer threads."""
-COMPRESSED_ON = 2
+MOST_RUNTIMES = 2
 """Most runtimes on which smaller networks are tried."""
 CLOSE = 0.5
 """Share of the accuracy limit. A trained network whose drop may be larger keeps the limit by little."""
@@ -152,7 +152,7 @@ class Ladder(Sampler):
         yield from _precision(relatives, tuned, done, facts)
         yield from _compressed(done, facts)
         yield from _knobs(done, facts)
-        yield from _precision([tuned.backend], tuned, done, facts, everyone=True)
+        yield from _precision([tuned.backend], tuned, done, facts, all_backends=True)
         yield from _lossless(slow, tuned)
         yield from _four_bits([*runtimes, *relatives, *slow], tuned, done, facts)
         yield from _precision(slow, tuned, done, facts)
@@ -183,10 +183,10 @@ def _lossless(backends: Sequence[Backend], tuned: Recipe) -> Iterator[Ask]:
 
 
 def _precision(
-    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, everyone: bool = False
+    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, all_backends: bool = False
 ) -> Iterator[Ask]:
     """Ask for all forms of less precision."""
-    yield from _less_precision(backends, tuned, done, facts, everyone=everyone)
+    yield from _less_precision(backends, tuned, done, facts, all_backends=all_backends)
     yield from _finer_precision(backends, tuned, done)
 
 
@@ -197,12 +197,12 @@ def _most_promising(backends: Sequence[Backend], tuned: Recipe, done: Mapping[st
 
 
 def _less_precision(
-    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, everyone: bool = False
+    backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, all_backends: bool = False
 ) -> Iterator[Ask]:
     """Ask for lossy variants of each backend and lossy passes before it, most promising backend first."""
     top = max((_speed(trial) for trial in done.values() if trial.recipe.exact), default=0.0)
     for recipe in _most_promising(backends, tuned, done):
-        if not everyone and _speed(done.get(recipe.hash)) < PROMISING * top:
+        if not all_backends and _speed(done.get(recipe.hash)) < PROMISING * top:
             continue
         for backend in _lossy(recipe.backend, facts):
             yield Ask("precision", dataclasses.replace(recipe, backend=backend))
@@ -216,19 +216,19 @@ def _finer_precision(backends: Sequence[Backend], tuned: Recipe, done: Mapping[s
     for recipe in _most_promising(backends, tuned, done):
         for backend in search_space.variants(recipe.backend):
             over = max(map(_speed, done.values()), default=0.0)
-            forms = other_forms(dataclasses.replace(recipe, backend=backend), over, done)
+            forms = other_int8_forms(dataclasses.replace(recipe, backend=backend), over, done)
             yield from (Ask("precision", each) for each in forms)
-        yield from _layers_back(recipe, done)
+        yield from _float_layers(recipe, done)
 
 
-def _layers_back(recipe: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
+def _float_layers(recipe: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
     """Ask for int8 forms of ``recipe`` that missed the accuracy limit with their most sensitive layers in float, if they are
     faster than everything that keeps it."""
     for backend in search_space.variants(recipe.backend):
-        trial, but = done.get(dataclasses.replace(recipe, backend=backend).hash), layers_back(recipe, backend)
-        if trial is not None and but is not None:
-            over = max((_speed(each) for each in done.values() if each.state is State.COMPLETE and not misses(each)), default=0)
-            yield from (Ask("precision", each) for each in given_back(trial, over, done, but))
+        trial, variant = done.get(dataclasses.replace(recipe, backend=backend).hash), with_float_layers(recipe, backend)
+        if trial is not None and variant is not None:
+            over = max((_speed(t) for t in done.values() if t.state is State.COMPLETE and not loses_accuracy(t)), default=0)
+            yield from (Ask("precision", each) for each in bisect_float_layers(trial, over, done, variant))
 
 
 def _four_bits(backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
@@ -246,14 +246,14 @@ def _four_bits(backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Tr
 def _lossy(backend: Backend, facts: SearchState) -> list[Backend]:
     """The lossy variants of ``backend``, most promising first; 4-bit weights only if small files are asked for."""
     found = [each for each in search_space.variants(backend) if not each.exact and (facts.small or not _is_four_bits(each))]
-    return sorted(found, key=lambda each: _late(each, facts))
+    return sorted(found, key=lambda each: _lossy_order(each, facts))
 
 
 def _is_four_bits(backend: Backend) -> bool:
     return str(getattr(backend, "precision", "")).startswith("int4")
 
 
-def _late(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
+def _lossy_order(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
     """Sort key for lossy backends, most promising first, because the budget may end in between."""
     calibrated, eight_bits = "calibration" in backend.needs, str(getattr(backend, "precision", "")).startswith("int8")
     return (not calibrated,) if facts.convolves else (not eight_bits, calibrated)
@@ -320,7 +320,7 @@ def _ratios(
         asked.add(passes)
         return True
 
-    for smaller in _smaller(step):
+    for smaller in _by_share_kept(step):
         parts = (*before, smaller)
         held: Trial | None = None
         if not step.trained_only:
@@ -346,7 +346,7 @@ def _ratios(
                 held = trial
             elif trial.state in (State.FAILED, State.SKIPPED) or trial.ended_by is not None:
                 return best
-            if held is None or not _comfortable(trial):
+            if held is None or not _well_within_limit(trial):
                 longer += 1
         if held is None or (step.trained_only and not _pays(held, best, facts)):
             break
@@ -354,19 +354,19 @@ def _ratios(
     made = next((step.updates for step in best.recipe.passes if step.name == TRAINER), None)  # type: ignore[attr-defined]
     more = next((updates for updates in facts.updates if made is not None and updates > made), None)
     passes = (*best.recipe.parts, training(more or 0)) if more is not None else ()
-    if best is start or not passes or _comfortable(best) or not affordable(passes):
+    if best is start or not passes or _well_within_limit(best) or not affordable(passes):
         return best
     recipe = dataclasses.replace(start.recipe, passes=(*passes, *rest))
     yield Ask("compressed", recipe)
     return max(best, done[recipe.hash], key=lambda trial: (holds(trial), -1.0 if trial.drop is None else -trial.drop.upper))
 
 
-def _comfortable(trial: Trial) -> bool:
+def _well_within_limit(trial: Trial) -> bool:
     """Whether the drop is surely so small that other data will hardly show one beyond the limit."""
     return trial.drop is None or trial.drop.limit is None or trial.drop.upper <= CLOSE * trial.drop.limit
 
 
-def _smaller(step: Pass) -> list[Pass]:
+def _by_share_kept(step: Pass) -> list[Pass]:
     """``step`` at each share that it may keep, mildest first; ``step`` itself if it has no choice."""
     if "keep" not in step.choices():
         return [step]
@@ -385,8 +385,8 @@ def _less_precise(base: Trial, best: Trial, done: Mapping[str, Trial], facts: Se
             continue
         recipe = dataclasses.replace(best.recipe, backend=backend)
         yield Ask("compressed", recipe)
-        if (but := layers_back(best.recipe, backend)) is not None:
-            yield from (Ask("compressed", each) for each in given_back(done[recipe.hash], _speed(best), done, but))
+        if (variant := with_float_layers(best.recipe, backend)) is not None:
+            yield from (Ask("compressed", each) for each in bisect_float_layers(done[recipe.hash], _speed(best), done, variant))
 
 
 def _fastest(done: Mapping[str, Trial], *, exact: bool = False) -> list[Trial]:
@@ -400,7 +400,7 @@ def _fastest(done: Mapping[str, Trial], *, exact: bool = False) -> list[Trial]:
         if whole and (trial.size_mb is not None or trial.recipe.backend.name == "eager"):
             found[trial.recipe.backend.name] = max(found.get(trial.recipe.backend.name, trial), trial, key=_speed)
     order = sorted(found.values(), key=_speed, reverse=True)
-    return [trial for trial in order if _speed(trial) >= PROMISING * _speed(order[0])][:COMPRESSED_ON]
+    return [trial for trial in order if _speed(trial) >= PROMISING * _speed(order[0])][:MOST_RUNTIMES]
 
 
 def _pays(trial: Trial, over: Trial, facts: SearchState, least: float = PAYS) -> bool:

@@ -33,9 +33,9 @@ def speed(trial: Trial | None) -> float:
     return trial.speedup.value
 
 
-def misses(trial: Trial) -> bool:
+def loses_accuracy(trial: Trial) -> bool:
     """Whether less rounding could help the trial: it lost too much accuracy, or lost some and may have lost too much. A limit
-    that the data cannot decide even without a loss is another matter."""
+    that the data cannot decide even without a loss does not count."""
     if trial.recipe.exact:
         return False
     lost = trial.drop
@@ -49,35 +49,35 @@ def holds(trial: Trial) -> bool:
     return trial.state is State.COMPLETE and (trial.drop is None or bool(trial.drop.decided))
 
 
-def given_back(
-    quantized: Trial, over: float, done: Mapping[str, Trial], but: Callable[[int], Recipe]
+def bisect_float_layers(
+    quantized: Trial, over: float, done: Mapping[str, Trial], variant: Callable[[int], Recipe]
 ) -> Generator[Recipe, None, None]:
-    """Recipes ``but(n)`` in which the ``n`` most sensitive layers are float, until the accuracy limit holds: twice as many each
-    time, then the fewest between. Ends where nothing is left of the gain, which is a speed above ``over``."""
+    """Ask for ``variant(n)``, in which the ``n`` most sensitive layers are float, until the accuracy limit holds: double ``n``,
+    then bisect for the smallest one. Ends where no gain is left, that is, where the speed is not above ``over``."""
 
     def failed(trial: Trial) -> bool:
         slow = trial.speedup is not None and speed(trial) <= over
-        return trial.state in (State.FAILED, State.SKIPPED) or (slow and misses(trial))
+        return trial.state in (State.FAILED, State.SKIPPED) or (slow and loses_accuracy(trial))
 
-    if not misses(quantized) or failed(quantized):
+    if not loses_accuracy(quantized) or failed(quantized):
         return
     least, most = 0, 1
     while True:
-        yield but(most)
-        trial = done[but(most).hash]
-        if failed(trial) or (trial.state is State.STOPPED and not misses(trial)):
+        yield variant(most)
+        trial = done[variant(most).hash]
+        if failed(trial) or (trial.state is State.STOPPED and not loses_accuracy(trial)):
             return
-        if not misses(trial):
+        if not loses_accuracy(trial):
             break
         least, most = most, 2 * most
     while most - least > 1:
         middle = (least + most) // 2
-        yield but(middle)
-        trial = done[but(middle).hash]
-        least, most = (least, middle) if trial.state is State.COMPLETE and not misses(trial) else (middle, most)
+        yield variant(middle)
+        trial = done[variant(middle).hash]
+        least, most = (least, middle) if trial.state is State.COMPLETE and not loses_accuracy(trial) else (middle, most)
 
 
-def other_forms(recipe: Recipe, over: float, done: Mapping[str, Trial]) -> Iterator[Recipe]:
+def other_int8_forms(recipe: Recipe, over: float, done: Mapping[str, Trial]) -> Iterator[Recipe]:
     """Other forms of the static int8 ``recipe``, on a CPU without VNNI where it is close to the best speed ``over``: what is
     faster there depends on the network, and only a trial tells whether sums that saturate keep the accuracy limit."""
     backend = recipe.backend
@@ -89,8 +89,8 @@ def other_forms(recipe: Recipe, over: float, done: Mapping[str, Trial]) -> Itera
                 yield dataclasses.replace(recipe, backend=dataclasses.replace(backend, **{name: value}))
 
 
-def layers_back(recipe: Recipe, backend: Backend) -> Callable[[int], Recipe] | None:
-    """``recipe`` on the int8 ``backend`` with a number of its layers in float; ``None`` if the backend has no such field."""
+def with_float_layers(recipe: Recipe, backend: Backend) -> Callable[[int], Recipe] | None:
+    """A function that gives ``recipe`` on int8 ``backend`` with ``n`` layers in float; ``None`` if ``backend`` has no such field."""
     if not backend.quantizes or not hasattr(backend, "float_layers"):
         return None
     return lambda count: dataclasses.replace(recipe, backend=dataclasses.replace(backend, float_layers=count))  # type: ignore[call-arg]
@@ -116,26 +116,26 @@ def trained_int8(
         yield own
         known = done[own.hash]
         if known.state not in (State.FAILED, State.SKIPPED) and (
-            not misses(known) or (known.speedup is not None and speed(known) <= speed(start))
+            not loses_accuracy(known) or (known.speedup is not None and speed(known) <= speed(start))
         ):
             return None
     smaller, rest = start.recipe.parts, tuple(step for step in before if not step.compresses)
-    taught = tuple(step for step in before if step.name == TRAINER)
+    trained_before = tuple(step for step in before if step.name == TRAINER)
 
     def form(*passes: Pass) -> Recipe:
         return dataclasses.replace(start.recipe, passes=(*smaller, *passes, *rest))
 
     def floating(count: int) -> Recipe:
-        return form(*taught, dataclasses.replace(quantizer, float_layers=count))  # type: ignore[call-arg]
+        return form(*trained_before, dataclasses.replace(quantizer, float_layers=count))  # type: ignore[call-arg]
 
-    yield (untrained := form(*taught, quantizer))
+    yield (untrained := form(*trained_before, quantizer))
     trial = done[untrained.hash]
     if holds(trial):
         return trial
     if trial.state in (State.FAILED, State.SKIPPED) or (trial.speedup is not None and speed(trial) <= speed(start)):
         return None
     rescued: Trial | None = None
-    for recipe in given_back(trial, speed(start), done, floating):
+    for recipe in bisect_float_layers(trial, speed(start), done, floating):
         yield recipe
         found = done[recipe.hash]
         rescued = max(rescued or found, found, key=speed) if holds(found) else rescued
