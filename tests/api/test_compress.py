@@ -25,7 +25,7 @@ from trimtab.core.limits import Limits
 from trimtab.core.trial import State, Trial
 from trimtab.errors import UsageError
 from trimtab.passes.common.trained_weights import FOLDER, read_progress
-from trimtab.study.options import Options, ways
+from trimtab.study.options import Options, parse_ways
 from trimtab.study.record import Record
 from trimtab.study.samplers import ladder, quantization
 
@@ -270,8 +270,8 @@ def test_it_is_refused_where_it_makes_no_sense(tmp_path) -> None:
     with pytest.raises(UsageError, match="compress is 'prune,more': 'more' cannot stand there"):
         trimtab.optimize("model.py", compress="prune,more")
     with pytest.raises(UsageError, match="'auto' can stand there alone"):
-        ways("prune,auto")
-    assert ways("prune, quantize,prune") == ("prune", "quantize")
+        parse_ways("prune,auto")
+    assert parse_ways("prune, quantize,prune") == ("prune", "quantize")
     with pytest.raises(UsageError, match="needs the sampler ladder"):
         Options(compress=("prune",), sampler="tpe")
 

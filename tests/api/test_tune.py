@@ -674,7 +674,7 @@ def test_time_is_kept_for_the_confirmation_of_a_gain_that_is_not_sure() -> None:
     for value, found in ((1.2, True), (1.02, False)):
         other = Trial(recipe=recipe(PASSES["joined"]()), state=State.COMPLETE, speedup=Interval(value, 0.9, 1.5))
         study._trials = [original, other]
-        assert study._found_something() is found
+        assert study._has_candidate() is found
 
 
 def test_a_budget_is_for_the_dry_run_too(tmp_path: pathlib.Path) -> None:

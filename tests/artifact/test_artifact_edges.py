@@ -45,7 +45,7 @@ from trimtab.core.technique import PASSES
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, StorageError, UsageError, WorkloadError
 from trimtab.hardware.environment import Environment
 from trimtab.passes.channels_last import ChannelsLast
-from trimtab.study.run_folder import LEFT
+from trimtab.study.run_folder import TEMPORARY
 
 
 def shipped(folder: pathlib.Path, subject: Candidate, backend: Backend, *passes: Any) -> Artifact:
@@ -526,7 +526,7 @@ def test_loading_leaves_standard_error_to_other_threads() -> None:
 
 def test_what_is_left_of_a_killed_writer_is_known_by_its_name(tmp_path: pathlib.Path) -> None:
     with fresh_folder(tmp_path / "artifact"):
-        assert [bool(LEFT.fullmatch(path.name)) for path in tmp_path.iterdir()] == [True]
+        assert [bool(TEMPORARY.fullmatch(path.name)) for path in tmp_path.iterdir()] == [True]
 
 
 def test_an_old_file_that_cannot_be_deleted_is_no_failure_to_write(

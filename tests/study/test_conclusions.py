@@ -70,7 +70,7 @@ class Confirmed:
         self.progress = types.SimpleNamespace(stage=lambda words: None)
         self.thread_limit = None
         self.task = types.SimpleNamespace(mode="infer", ships=True)
-        self.look_again = lambda: None
+        self.report_load_change = lambda: None
         self.interrupted = lambda: False
         self.runner = types.SimpleNamespace(servers=lambda folder: contextlib.nullcontext())
         monkeypatch.setattr(finishing, "confirm", self.confirm)
@@ -508,5 +508,5 @@ def test_buffers_that_a_call_changes_are_no_other_weights(tmp_path) -> None:
 @pytest.mark.parametrize("measured", [True, False])
 def test_a_training_that_fails_as_written_ends_the_search(measured: bool) -> None:
     first: Any = types.SimpleNamespace(comparison=object() if measured else None)
-    assert TrainingTask().lost([first], first) is not measured
-    assert not TrainingTask().lost([], None)
+    assert TrainingTask().baseline_failed([first], first) is not measured
+    assert not TrainingTask().baseline_failed([], None)

@@ -39,7 +39,7 @@ from trimtab.study import confirmation_starts as starts
 from trimtab.study.options import Options
 from trimtab.study.study import Study
 
-NOTHING = starts.Earlier({"as_written": []})
+NOTHING = starts.EarlierStarts({"as_written": []})
 
 
 def confirmed(
@@ -175,7 +175,7 @@ def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -
     }
     common |= {"weights": study.prepared.weights, "ships": True}
     begun = time.monotonic()
-    found = starts.earlier(study, trial, wanted, common, 2, None)
+    found = starts.run_earlier_starts(study, trial, wanted, common, 2, None)
     took = time.monotonic() - begun
     timed = found.comparisons["as_written"]
     assert 2 <= len(timed) < MOST_STARTS, "more than two where they differ"
@@ -184,7 +184,7 @@ def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -
     assert found.judged is not None
     assert found.judged.ok
     assert (found.judged.score, found.judged.latency_ms) == (found.judged.baseline_score, None)
-    assert starts.earlier(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
+    assert starts.run_earlier_starts(study, trial, wanted, common, 2, time.monotonic() + took / 100) == NOTHING
     assert (starts.expected(study, trial, 10.0), starts.expected(study, trial, 0.7)) == (STARTS, 1)
     assert trial.comparison is not None
     slow = dataclasses.replace(trial.comparison, rival=dataclasses.replace(trial.comparison.rival, median=1000.0))
@@ -245,12 +245,12 @@ def test_a_rival_that_cannot_be_had_is_a_reason_and_no_end(tmp_path, fault: str,
         "plan": to_json(Plan()),
     }
     with BaselineServers(study.runner.job(), study.folder / "rivals") as rivals:
-        found = starts.beside(study, rivals, {"as_written": study.baseline}, job, study.folder / "start")
+        found = starts.run_with_rivals(study, rivals, {"as_written": study.baseline}, job, study.folder / "start")
         assert found.result is None
         assert found.error == error
         assert ("KeyError: 7" if error == "WorkloadError" else "The process that holds as_written ended") in str(found.reason)
         wanted = {"as_written": study.baseline}
-        assert starts.earlier(study, None, wanted, job, 0, None) == NOTHING
+        assert starts.run_earlier_starts(study, None, wanted, job, 0, None) == NOTHING
 
 
 def test_what_is_handed_over_rests_on_several_starts(tmp_path) -> None:

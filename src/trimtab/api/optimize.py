@@ -30,7 +30,7 @@ from trimtab.report import write as write_report
 from trimtab.study import confirmation_starts
 from trimtab.study.confirmation import CONFIRM
 from trimtab.study.final_selection import ahead, explain, finish
-from trimtab.study.options import Options, ways
+from trimtab.study.options import Options, parse_ways
 from trimtab.study.progress import Printed, Progress
 from trimtab.study.result import ARTIFACT, Result
 from trimtab.study.run_folder import RESULT_FILE, disk_errors, exclusive, run_folder, starting_afresh
@@ -130,7 +130,7 @@ def optimize(
         objective=objective,
         limits=limits or Limits(),
         sampler=_sampler(sampler),
-        compress=ways(compress),
+        compress=parse_ways(compress),
         train_s=_seconds(train_budget, "train_budget"),
         storage=storage,
         trial_s=positive(trial_seconds, "trial_seconds"),

@@ -20,7 +20,7 @@ from rich.text import Text
 from trimtab._internal.text import clock
 from trimtab._internal.text import plain as cleaned
 from trimtab.cli._lazy import late
-from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome, trained
+from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome, training_progress
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from trimtab.core.trial import Trial
@@ -166,7 +166,7 @@ class Board(View):
     def training(self, update: int, updates: int, spent_s: float, budget_s: float | None) -> None:
         """Show the progress of the training."""
         if not self.cut_short:
-            self._words = trained(update, updates, spent_s, budget_s)
+            self._words = training_progress(update, updates, spent_s, budget_s)
 
     def ended(self, trial: Trial, record: Record) -> None:
         """Print the finished trial above the view."""

@@ -65,11 +65,11 @@ def confirm(
         "weights": study.prepared.weights,
         "ships": trial.size_mb is not None,
     }
-    earlier = confirmation_starts.Earlier({})
+    earlier = confirmation_starts.EarlierStarts({})
     if not itself:
-        earlier = confirmation_starts.earlier(study, trial, wanted, common, count - 1, end)
+        earlier = confirmation_starts.run_earlier_starts(study, trial, wanted, common, count - 1, end)
     if earlier.judged is not None and not earlier.judged.ok:
-        return _noted(study, trial, key, earlier.judged, f"{confirmation_starts.FOLDER}/{trial.recipe.hash}/{LOG}")
+        return _stored(study, trial, key, earlier.judged, f"{confirmation_starts.FOLDER}/{trial.recipe.hash}/{LOG}")
     job = common | {
         "kind": "confirm",
         "earlier": to_json(earlier.comparisons),
@@ -82,7 +82,7 @@ def confirm(
         "trial": to_json(trial),
         "environment": to_json(study.environment),
     }
-    outcome = confirmation_starts.beside(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
+    outcome = confirmation_starts.run_with_rivals(study, rivals, wanted, job, study.folder / CONFIRM_FOLDER / trial.recipe.hash)
     log = f"{CONFIRM_FOLDER}/{trial.recipe.hash}/{LOG}"
     if outcome.result is None:
         return Best(trial=trial, confirmation=_failed(trial, outcome, log, original=trial is eager), artifact=None)
@@ -90,9 +90,9 @@ def confirm(
     if not wanted:
         found = dataclasses.replace(found, latency_ms=trial.latency_ms, throughput=trial.throughput)
     if found.undecided and once_more and not study.interrupted():
-        _note_tried(study, trial)
+        _store_tried(study, trial)
         return confirm(study, trial, eager, rivals, must_win=must_win, end=end, once_more=False)
-    return _noted(study, trial, key, found, log)
+    return _stored(study, trial, key, found, log)
 
 
 def _rivals(study: Study, trial: Trial, eager: Trial, *, itself: bool) -> dict[str, Recipe]:
@@ -139,17 +139,17 @@ def _failed(trial: Trial, outcome: Outcome, log: str, *, original: bool) -> Conf
     return Confirmation(recipe=trial.recipe, ok=False, reason=why, traceback=outcome.traceback, log=log)
 
 
-def _noted(study: Study, trial: Trial, key: str, found: Confirmation, log: str) -> Best:
+def _stored(study: Study, trial: Trial, key: str, found: Confirmation, log: str) -> Best:
     """Store ``found``, unless it is undecided, and that ``trial`` has seen the test data."""
     at = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
     found = dataclasses.replace(found, measured_at=at, log=log)
-    _note_tried(study, trial)
+    _store_tried(study, trial)
     if not found.undecided:
         study.storage.put(key, to_json(found))
     return Best(trial=trial, confirmation=found, artifact=shipped(study, trial))
 
 
-def _note_tried(study: Study, trial: Trial) -> None:
+def _store_tried(study: Study, trial: Trial) -> None:
     known, name = study.storage.get(TRIED) or [], str(trial.recipe)
     if name not in known:
         study.storage.put(TRIED, [*known, name])

@@ -35,7 +35,7 @@ data and writes the artifact."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Earlier:
+class EarlierStarts:
     """Results of the starts before the confirmation."""
 
     comparisons: Mapping[str, list[Comparison]]
@@ -74,16 +74,16 @@ def expected_s(study: Study, trial: Trial | None, seconds: float, budget_s: floa
     return starts_s + FINAL * study.runner.startup_s
 
 
-def earlier(
+def run_earlier_starts(
     study: Study, trial: Trial, wanted: Mapping[str, Recipe], job: Mapping[str, Any], count: int, end: float | None
-) -> Earlier:
+) -> EarlierStarts:
     """Time ``trial`` against the recipes ``wanted`` in ``count`` starts, and in more while the interval is wide.
 
     No start begins that is expected to last beyond ``end`` (``time.monotonic``), or after an interrupt. Processes are forked
     with shifted memory (:mod:`trimtab.execution.forkserver`). A failure ends the starts; the confirmation then reports the
     reason.
     """
-    found = Earlier({name: [] for name in wanted})
+    found = EarlierStarts({name: [] for name in wanted})
     longest, timed = study.runner.load_s + START_S, found.comparisons["as_written"]
     most = MOST_STARTS - 1 if count > 1 else count
     while len(timed) < most and not study.interrupted():
@@ -92,22 +92,22 @@ def earlier(
             break
         if end is not None and begun + longest + FINAL * study.runner.startup_s > end:
             break
-        asked = {**job, "kind": "start", "judges": found.judged is None}
+        start_job = {**job, "kind": "start", "judges": found.judged is None}
         with study.runner.servers(FOLDER) as rivals:
-            told = beside(study, rivals, wanted, asked, study.folder / FOLDER / trial.recipe.hash).result
-        if told is None:
+            result = run_with_rivals(study, rivals, wanted, start_job, study.folder / FOLDER / trial.recipe.hash).result
+        if result is None:
             break
-        if told["judged"] is not None:
-            found = dataclasses.replace(found, judged=from_json(Confirmation, told["judged"]))
+        if result["judged"] is not None:
+            found = dataclasses.replace(found, judged=from_json(Confirmation, result["judged"]))
             if found.judged is not None and not found.judged.ok:
                 break
-        for name, comparison in told["comparisons"].items():
+        for name, comparison in result["comparisons"].items():
             found.comparisons[name].append(from_json(Comparison, comparison))
-        longest = time.monotonic() - begun - told["judging_s"]
+        longest = time.monotonic() - begun - result["judging_s"]
     return found
 
 
-def beside(
+def run_with_rivals(
     study: Study,
     rivals: BaselineServers,
     wanted: Mapping[str, Recipe],

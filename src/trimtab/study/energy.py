@@ -1,4 +1,4 @@
-"""Energy of a call of what ships, and of the original that travels with it, if this machine has counters."""
+"""Energy per call of the artifact and of the original in it, if this machine has energy counters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.measure.remote import RemoteRunner
 from trimtab.study.study import Study
 
 READY_S = 60.0
-"""Most seconds until a model is loaded for this."""
+"""Time limit for loading a model, in seconds."""
 
 
 def energy(study: Study, artifact: str, seconds: tuple[float, float]) -> Energy:

@@ -32,13 +32,13 @@ EXPLAIN = "explain"
 Answer = tuple[ranking.Status, str, Best | None]
 
 
-def ahead(study: Study, again: Mapping[str, Trial] | None = None) -> list[Trial]:
+def ahead(study: Study, remeasured: Mapping[str, Trial] | None = None) -> list[Trial]:
     """The trials, except the model as written, that keep the limits and seem to beat the tuned original, best first.
 
     Args:
-        again: trials with newer measurements, by the hash of their recipe.
+        remeasured: trials with newer measurements, by the hash of their recipe.
     """
-    options, latest = study.options, again or {}
+    options, latest = study.options, remeasured or {}
     trials = [latest.get(trial.recipe.hash, trial) for trial in study.trials]
     eager = study.to_beat
     if eager is None:
@@ -68,35 +68,35 @@ def finish(study: Study, *, until: float | None = None, end: float | None = None
     if eager is None:
         raise WorkloadError(no_baseline(study))
     with study.runner.servers(RIVALS) as rivals:
-        return _Ending(study, eager, rivals, end).answer(until)
+        return _FinalSelection(study, eager, rivals, end).answer(until)
 
 
-class _Ending:
+class _FinalSelection:
     """The final selection of one study, with the measurements made for it."""
 
     def __init__(self, study: Study, eager: Trial, rivals: BaselineServers, end: float | None) -> None:
         self.study, self.eager, self.rivals, self.end = study, eager, rivals, end
         self.limits, self.objective = study.options.limits, study.options.objective
         self.found: dict[str, Best] = {}
-        self.again: dict[str, Trial] = {}
+        self.remeasured: dict[str, Trial] = {}
         """Trials with the figures of their confirmation, by the hash of their recipe."""
 
     def answer(self, until: float | None) -> Answer:
         """Confirm the winner or the next best, or ship the original; a runoff ends by ``until``."""
-        study, must_win = self.study, self.original_keeps()
+        study, must_win = self.study, self.original_within_limits()
         if not must_win and not ranking.ranked(self.known(), self.limits, self.objective):
             return "limits_not_met", self.unmet(), None
-        tried = to_confirm(run_off(study, ahead(study, self.again), until=until))
-        study.look_again()
+        tried = to_confirm(run_off(study, ahead(study, self.remeasured), until=until))
+        study.report_load_change()
         winner = "confirming the winner in fresh processes, on the test data"
         study.progress.stage(winner if tried else "nothing seems faster: writing the original as an artifact")
-        found, lost = self.holding(tried, must_win=must_win)
+        found, lost = self.first_confirmed(tried, must_win=must_win)
         if found is not None:
             study.notes += conclusions.baseline_spread(study, found.confirmation.comparison)
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         surely = [ranking.surely_ahead(trial, self.eager, self.objective) for trial in tried]
-        said = ("It seemed faster in the search", "It won the search")
-        study.notes += [f"{said[won]} but was not confirmed: {line}" for won, line in zip(surely, lost, strict=True)]
+        lead_ins = ("It seemed faster in the search", "It won the search")
+        study.notes += [f"{lead_ins[won]} but was not confirmed: {line}" for won, line in zip(surely, lost, strict=True)]
         if not must_win:
             return "limits_not_met", self.unmet(), None
         kept = self.found.get(self.eager.recipe.hash) or self.measure(self.eager, must_win=False)
@@ -107,7 +107,7 @@ class _Ending:
             words = f"Nothing better was confirmed, and the original cannot ship: {best.confirmation.reason}"
             return "kept_original", words, best
         # the original cannot ship, so that a trial within the limits need not be faster
-        found, lost = self.holding(to_confirm(ahead(study, self.again), without=self.refused()), must_win=False)
+        found, lost = self.first_confirmed(to_confirm(ahead(study, self.remeasured), without=self.refused()), must_win=False)
         if found is not None:
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         return "limits_not_met", self.unmet(), None
@@ -117,11 +117,11 @@ class _Ending:
         trial = next(each for each in self.study.trials if each.recipe == trial.recipe)  # with the figures of the search
         found = confirm(self.study, trial, self.eager, self.rivals, must_win=must_win, end=self.end)
         self.found[trial.recipe.hash] = found
-        self.again[trial.recipe.hash] = ranking.with_confirmed_figures(trial, found.confirmation)
+        self.remeasured[trial.recipe.hash] = ranking.with_confirmed_figures(trial, found.confirmation)
         self.study.refused += [] if found.confirmation.ok else [found.confirmation]
         return found
 
-    def holding(self, trials: Sequence[Trial], *, must_win: bool) -> tuple[Best | None, list[str]]:
+    def first_confirmed(self, trials: Sequence[Trial], *, must_win: bool) -> tuple[Best | None, list[str]]:
         """The first of ``trials`` that is confirmed, and the reasons against those before it."""
         lost: list[str] = []
         for trial in trials:
@@ -131,7 +131,7 @@ class _Ending:
             lost.append(f"{trial.recipe}: {found.confirmation.reason}")
         return None, lost
 
-    def original_keeps(self) -> bool:
+    def original_within_limits(self) -> bool:
         """Whether the original keeps the limits. It is measured again if the search saw it narrowly miss one."""
         missed = ranking.misses(self.eager, self.limits)
         if missed and all(miss.limit in ("latency", "memory") and miss.excess < NEAR for miss in missed):
@@ -141,13 +141,13 @@ class _Ending:
 
     def latest(self, trial: Trial) -> Trial:
         """``trial`` with its latest figures."""
-        return self.again.get(trial.recipe.hash, trial)
+        return self.remeasured.get(trial.recipe.hash, trial)
 
     def refused(self) -> set[str]:
         """Hashes of the recipes whose confirmation failed before the timing."""
         failed = {name: best.confirmation for name, best in self.found.items() if not best.confirmation.ok}
         untimed = (name for name, found in failed.items() if found.latency_ms is None)
-        return {name for name in untimed if not ranking.misses(self.again[name], self.limits)}
+        return {name for name in untimed if not ranking.misses(self.remeasured[name], self.limits)}
 
     def known(self) -> list[Trial]:
         """The trials without :meth:`refused`, with their latest figures."""
@@ -181,27 +181,27 @@ class _Ending:
         hopeful = [t for t in others if t not in written and t.speedup is not None and t.speedup.value > ratio.value]
         best = kept
         for trial in (*written, *hopeful[:1]):
-            with _kept_beside(self.study.folder / ARTIFACT) as give_up:
+            with _restorable(self.study.folder / ARTIFACT) as keep_new:
                 found = self.measure(trial, must_win=False)
-                if found.artifact is not None and _sure(found) > _sure(best):
+                if found.artifact is not None and _sure_speedup(found) > _sure_speedup(best):
                     best = found
-                    give_up()
+                    keep_new()
         return best
 
 
 @contextlib.contextmanager
-def _kept_beside(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
+def _restorable(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
     """A block that may write another ``artifact``. The old one is restored after it, unless the block calls the yielded
     function."""
-    beside = artifact.with_name(f".{artifact.name}.kept.tmp")  # the next run deletes it if this one is killed
-    delete(beside)
-    os.replace(artifact, beside)
+    aside = artifact.with_name(f".{artifact.name}.kept.tmp")  # the next run deletes it if this one is killed
+    delete(aside)
+    os.replace(artifact, aside)
     try:
-        yield lambda: delete(beside)
+        yield lambda: delete(aside)
     finally:
-        if beside.exists():
+        if aside.exists():
             delete(artifact)
-            os.replace(beside, artifact)
+            os.replace(aside, artifact)
 
 
 def to_confirm(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:
@@ -210,7 +210,7 @@ def to_confirm(trials: Sequence[Trial], *, without: Collection[str] = ()) -> lis
     return [*found[:KEEP], *[trial for trial in found[KEEP:] if trial.recipe.exact][:1]]
 
 
-def _sure(found: Best) -> float:
+def _sure_speedup(found: Best) -> float:
     return 0.0 if found.confirmation.speedup is None else found.confirmation.speedup.low
 
 

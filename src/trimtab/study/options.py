@@ -26,7 +26,7 @@ class Options:
     limits: Limits = Limits()
     sampler: Literal["ladder", "tpe"] = "ladder"
     compress: tuple[str, ...] = ()
-    """The :data:`WAYS` in which smaller networks are tried, from :func:`ways`; ``("auto",)`` stands for all but
+    """The :data:`WAYS` in which smaller networks are tried, from :func:`parse_ways`; ``("auto",)`` stands for all but
     ``activations``, and whole layers are then removed too."""
     storage: str | None = None
     """URL of a database; ``None`` stands for an SQLite file in the run folder."""
@@ -71,7 +71,7 @@ class Options:
             )
 
 
-def ways(text: str) -> tuple[str, ...]:
+def parse_ways(text: str) -> tuple[str, ...]:
     """``"prune,distill"`` as the words in it, each once; empty for ``off``.
 
     Raises:

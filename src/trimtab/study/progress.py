@@ -15,7 +15,7 @@ if typing.TYPE_CHECKING:  # these import torch, which takes seconds
     from trimtab.study.record import Record
     from trimtab.study.samplers.ladder import Ask
 
-TELL_S = 10.0
+TRAINING_LINE_S = 10.0
 """Seconds between two lines about a training."""
 INTERRUPTED = "interrupted: finishing with the best so far; press Ctrl-C again to stop at once"
 
@@ -63,7 +63,7 @@ class Printed(Progress):
         self._stage = ""
         self._waiting: collections.deque[str] = collections.deque()
         self._printing = False
-        self._told = self.since
+        self._training_printed = self.since
 
     def write(self, line: str) -> None:
         """Print one line to the given stream, or to standard error. A closed stream does not end the search."""
@@ -74,41 +74,41 @@ class Printed(Progress):
         """Print ``words``, once each."""
         if words != self._stage:
             self._stage = words
-            self._say(f"{self._clock()} {words}")
+            self._print(f"{self._clock()} {words}")
 
     def opened(self, record: Record) -> None:
         """Print the number of trials of earlier runs."""
         if record.trials:
-            self._say(f"{self._clock()} going on from {counted(len(record.trials), 'trial')} of an earlier run")
+            self._print(f"{self._clock()} going on from {counted(len(record.trials), 'trial')} of an earlier run")
 
     def remark(self, sentence: str) -> None:
         """Print the note."""
-        self._say(f"note: {sentence}")
+        self._print(f"note: {sentence}")
 
     def began(self, ask: Ask, finished: int) -> None:
         """Print the recipe that is tried now."""
-        self._say(f"{self._clock()} trial {finished}: {ask.stage}: {ask.recipe}")
+        self._print(f"{self._clock()} trial {finished}: {ask.stage}: {ask.recipe}")
 
     def ended(self, trial: Trial, record: Record) -> None:
         """Print the result of the trial."""
         if trial.state == "SKIPPED":
-            self._say(f"{self._clock()} trial {trial.number}: {trial.recipe}: skipped: {trial.reason}")
+            self._print(f"{self._clock()} trial {trial.number}: {trial.recipe}: skipped: {trial.reason}")
             return
         words = ": ".join(part for part in (outcome(trial), trial.reason) if part)
-        self._say(f"           {trial.state.lower()} {words} [{trial.seconds:.0f} s]")
+        self._print(f"           {trial.state.lower()} {words} [{trial.seconds:.0f} s]")
 
     def training(self, update: int, updates: int, spent_s: float, budget_s: float | None) -> None:
         """Print the progress of the training every ten seconds."""
-        if time.monotonic() - self._told >= TELL_S:
-            self._told = time.monotonic()
-            self._say(f"{self._clock()} {trained(update, updates, spent_s, budget_s)}")
+        if time.monotonic() - self._training_printed >= TRAINING_LINE_S:
+            self._training_printed = time.monotonic()
+            self._print(f"{self._clock()} {training_progress(update, updates, spent_s, budget_s)}")
 
     def _clock(self) -> str:
         passed = time.monotonic() - self.since
         left = "" if self.budget_s is None else f"/{self.budget_s:.0f}"
         return f"[{passed:4.0f}{left} s]"
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._waiting.append(plain(text))
         if self._printing:  # called by a signal handler during a write, which streams do not allow
             return
@@ -120,7 +120,7 @@ class Printed(Progress):
             self._printing = False
 
 
-def trained(update: int, updates: int, spent_s: float, budget_s: float | None) -> str:
+def training_progress(update: int, updates: int, spent_s: float, budget_s: float | None) -> str:
     """The progress of a training as text."""
     of = "" if budget_s is None else f" of {budget_s:.0f} s"
     return f"training: update {update} of {updates}; all trainings so far {spent_s:.0f} s{of}"

@@ -258,7 +258,7 @@ def fewer_threads(trial: Trial, other: Trial) -> bool:
 
 
 def with_fewer_threads(ranked: Sequence[Trial]) -> list[Trial]:
-    """The best of ``ranked`` with fewer threads than the first that may have its speed but for :data:`WORTH`; empty if none."""
+    """The best of ``ranked`` with fewer threads than the first, if it may be at most :data:`WORTH` slower; empty if none."""
     if not ranked or (first := ranked[0].speedup) is None:
         return []
     near = [trial for trial in ranked if trial.speedup is not None and trial.speedup.high > (1 - WORTH) * first.value]
@@ -336,8 +336,8 @@ def unmet(trials: Sequence[Trial], limits: Limits) -> str:
     if worst is None:
         return f"Nothing was confirmed within the limits; {nearest.recipe} kept them in the search only.{but}"
     binding = _binding([*shipping, *stopped], limits)
-    said = f"{worst.words[0].lower()}{worst.words[1:]} {binding}"
-    return f"Nothing meets {wishes}. The nearest is {nearest.recipe}: {said}{but}"
+    shortfall = f"{worst.words[0].lower()}{worst.words[1:]} {binding}"
+    return f"Nothing meets {wishes}. The nearest is {nearest.recipe}: {shortfall}{but}"
 
 
 def _binding(trials: Sequence[Trial], limits: Limits) -> str:
@@ -406,8 +406,8 @@ def in_time(seconds: float, end: float | None, share: float = TIMED) -> float:
 
 
 def share_s(left_s: float, needed_s: Sequence[float]) -> float:
-    """The part of ``left_s`` seconds that a trial may take, where others need ``needed_s``: what is over, or an equal share if
-    that is more."""
+    """The part of ``left_s`` seconds that a trial may take, where others need ``needed_s``: the remainder, or an equal share if
+    that is larger."""
     return max(left_s - sum(needed_s), left_s / (1 + len(needed_s)))
 
 

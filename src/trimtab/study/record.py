@@ -228,8 +228,8 @@ class Record:
                 raise UsageError(
                     f"{folder} {what}. Give the run folder of a study, such as runs/digits; optimize prints it."
                 ) from error
-            told = with_fix(shortened(str(error), 400), "The same optimize command writes it anew.")
-            raise StorageError(f"{path} cannot be read: {told}") from error
+            reason = with_fix(shortened(str(error), 400), "The same optimize command writes it anew.")
+            raise StorageError(f"{path} cannot be read: {reason}") from error
 
 
 def report_name(workload: str) -> str:

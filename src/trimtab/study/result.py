@@ -276,9 +276,9 @@ def busy(record: Record) -> list[str]:
 
 def speed_ups(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table column of speed-ups with its head, padded to one width."""
-    told = ["speed-up", *map(_times, rungs)]
-    wide = max(22, *map(len, told))
-    return [f"{each:<{wide}}" for each in told]
+    column = ["speed-up", *map(_times, rungs)]
+    width = max(22, *map(len, column))
+    return [f"{each:<{width}}" for each in column]
 
 
 def _times(rung: Mapping[str, Any]) -> str:

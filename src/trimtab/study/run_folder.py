@@ -34,7 +34,7 @@ ENTRIES = {
     *(RIVALS, RUNOFF, confirmation_starts.FOLDER, CONFIRM_FOLDER, EXPLAIN),
 }
 """Files of a study in its run folder. Other files belong to the user."""
-LEFT = re.compile(r"\..*\.tmp")
+TEMPORARY = re.compile(r"\..*\.tmp")
 """Names of temporary files of killed processes."""
 FRESH, DONE = ".fresh.", ".done."
 """Prefixes of the folders with the old study: while a new one begins, and after that, until it is deleted."""
@@ -59,10 +59,10 @@ def starting_afresh(folder: pathlib.Path) -> Iterator[None]:
         UsageError: the folder has files that no study made.
     """
     own = {*ENTRIES, _report_in(folder)}
-    strange = sorted(path.name for path in folder.iterdir() if path.name not in own and not LEFT.fullmatch(path.name))
-    if strange:
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in own and not TEMPORARY.fullmatch(path.name))
+    if foreign:
         raise UsageError(
-            f"--fresh deletes a run folder, but {folder} holds {strange[0]!r}, which no study made. Use another --out (in "
+            f"--fresh deletes a run folder, but {folder} holds {foreign[0]!r}, which no study made. Use another --out (in "
             "Python, out=...)."
         )
     aside = pathlib.Path(tempfile.mkdtemp(prefix=FRESH, suffix=".tmp", dir=folder))
@@ -111,14 +111,14 @@ def exclusive(folder: pathlib.Path) -> Iterator[None]:
                 f"Another process is at work in {folder}. Wait for it, end it with Ctrl-C there, or use another --out (in "
                 "Python, out=...)."
             )
-        _tidy(folder)
+        _recover(folder)
         try:
             yield
         finally:
             shutil.rmtree(folder / PREPARED, ignore_errors=True)  # a later run prepares the workload again
 
 
-def _tidy(folder: pathlib.Path) -> None:
+def _recover(folder: pathlib.Path) -> None:
     """Restore the study that a killed process had moved aside, and delete temporary files."""
     for left in folder.glob(f"{FRESH}*.tmp"):
         put_back(left, folder)

@@ -41,8 +41,8 @@ from trimtab.study.task import InferenceTask, Task
 from trimtab.study.trainings import Trainings
 
 THREAD_LIMIT = "thread limit"
-"""Key in the storage: the number of threads of the study, and what other processes used as it began."""
-AGAIN = 4.0
+"""Key in the storage: the number of threads of the study, and the load by other processes when it began."""
+SECOND_TIMING = 4.0
 """Maximum duration of the second timing of a training, in multiples of the first: its interval is half as wide."""
 COMPILATION_S = 40.0
 """Expected seconds of the first compilation of a training, beside those of another trial."""
@@ -104,7 +104,7 @@ class Study:
         """Runs the processes of the study."""
         self.environment = Environment.capture()
         self.other_load = other_load()
-        """What other processes used of the CPUs as the study began; ``None`` if it is not known."""
+        """Share of the CPUs that other processes used when last measured; ``None`` if unknown."""
         busy = self.other_load is not None and self.other_load.busy
         self.thread_limit = 1 if busy and self.task.mode == "infer" else None
         """Number of threads with which everything is computed and timed, because other processes use the machine."""
@@ -128,7 +128,7 @@ class Study:
         self._keep_thread_limit()
         self.trainings = Trainings(self.runner, self.storage, options, self.progress)
         finished = self.storage.trials()
-        self._repeated = [trial for trial in finished if self._deserves_another(trial)]
+        self._repeated = [trial for trial in finished if self._should_repeat(trial)]
         """Finished trials of earlier runs that are tried again."""
         self._trials = [trial for trial in finished if trial not in self._repeated]
         self.notes += self.storage.notes
@@ -168,7 +168,7 @@ class Study:
 
     def ask(self) -> Ask | None:
         """The next recipe to try; ``None`` at the end of the search."""
-        return self.sampler.ask([*self._trials, *self._left_out], self._facts())
+        return self.sampler.ask([*self._trials, *self._left_out], self._search_state())
 
     def tell(self, trial: Trial) -> Trial:
         """Store a finished trial. It is on disk on return."""
@@ -179,7 +179,7 @@ class Study:
         else:  # optuna's sampler learns from what keeps the limits only
             trial = self.storage.add(trial, usable if isinstance(self.sampler, Tpe) else value)
         self._trials.append(trial)
-        self._sweep()
+        self._delete_unneeded_files()
         self.record().write(self.folder)
         return trial
 
@@ -196,9 +196,9 @@ class Study:
         with self.runner.servers(RIVALS) as rivals:
             while most is None or new < most:
                 confirm_s = reserve()
-                kept = confirm_s * self._found_something()
+                kept = confirm_s * self._has_candidate()
                 latest = None if deadline is None else deadline - (1 - LENT) * kept
-                lost = self.task.lost(self._trials, self.to_beat)
+                lost = self.task.baseline_failed(self._trials, self.to_beat)
                 if lost or self.interrupted() or (self._trials and self.runner.over(latest)):
                     break
                 self.progress.stage("searching")
@@ -226,8 +226,8 @@ class Study:
         if (note := self.runner.reads_again()) is not None:
             self.notes.append(note)
 
-    def look_again(self) -> None:
-        """Tell the user if other processes use the machine now and did not before, or no longer do."""
+    def report_load_change(self) -> None:
+        """Tell the user if other processes made the machine busy since the last measurement, or no longer do."""
         now = other_load()
         if now is None or self.other_load is None or now.busy == self.other_load.busy:
             return
@@ -301,8 +301,8 @@ class Study:
                 "not wait for a CPU. When the machine is quiet, --fresh (in Python, fresh=True) tries several threads."
             )
 
-    def _deserves_another(self, trial: Trial) -> bool:
-        """Whether to repeat a finished trial, because the package, time or memory that it lacked is available now."""
+    def _should_repeat(self, trial: Trial) -> bool:
+        """Whether to repeat a finished trial, because the package, time or memory that it lacked is now available."""
         if trial.state is State.SKIPPED:
             return not self._why_not(trial.recipe)
         trains = trial.state is State.STOPPED and trial.recipe.training is not None
@@ -322,11 +322,11 @@ class Study:
         reach = ranking.speed_thresholds(ask.recipe, self._trials, self.options.limits, self.options.objective)
         plan = self.plan(seconds=seconds, **({} if ask.stage in ("as_written", "tuned") else reach))
         if self.task.mode == "train":
-            return dataclasses.replace(plan, over=ask.over, again_s=ranking.in_time(AGAIN * timing_s, end))
+            return dataclasses.replace(plan, over=ask.over, again_s=ranking.in_time(SECOND_TIMING * timing_s, end))
         brief = early and seconds < timing_s
         return dataclasses.replace(plan, brief=brief, quick_s=seconds / 2) if brief else plan
 
-    def _facts(self) -> SearchState:
+    def _search_state(self) -> SearchState:
         more = self.options.train_s is not None  # trainings, and longer ones
         return SearchState(
             throughput=self.options.objective == "throughput",
@@ -357,7 +357,7 @@ class Study:
 
     def _affordable(self, ask: Ask, deadline: float | None) -> bool:
         """Whether a trial of ``ask`` is expected to end before ``deadline``; true as long as nothing beats the original."""
-        if deadline is None or not self._found_something() or self._why_not(ask.recipe):
+        if deadline is None or not self._has_candidate() or self._why_not(ask.recipe):
             return True
         return time.monotonic() + self._likely_s(ask.recipe) + self.trainings.likely_s(ask.recipe) <= deadline
 
@@ -368,19 +368,19 @@ class Study:
         likely = ranking.likely_s(recipe.backend, alike, self.baseline, self.runner.startup_s)
         return likely if alike or not _compiles(recipe) else likely + COMPILATION_S
 
-    def _found_something(self) -> bool:
+    def _has_candidate(self) -> bool:
         """Whether a trial other than the original may be confirmed: of a training also one whose gain is not sure."""
         limits, objective, original = self.options.limits, self.options.objective, self.to_beat
         if self.task.mode == "train":
             return original is not None and bool(ranking.ahead(self._trials, limits, objective, original, tuned=False))
         return self.leader is not None and self.leader is not original
 
-    def _sweep(self) -> None:
+    def _delete_unneeded_files(self) -> None:
         """Delete the built files of trials that can no longer become the artifact."""
         ranked = ranking.ranked(self._trials, self.options.limits, self.options.objective)
         exact = [trial for trial in ranked if trial.recipe.exact]
-        open_ones = (*ranking.possibly_faster(ranked), *ranking.with_fewer_threads(ranked))
-        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *open_ones)}
+        contenders = (*ranking.possibly_faster(ranked), *ranking.with_fewer_threads(ranked))
+        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *contenders)}
         if (eager := self.to_beat) is not None:
             keep.add(eager.recipe.hash)
         for trial in self._trials:

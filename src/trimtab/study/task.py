@@ -52,7 +52,7 @@ class Task(abc.ABC):
         """The trial that a winner must beat; ``None`` if it was not measured."""
 
     @abc.abstractmethod
-    def lost(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
+    def baseline_failed(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
         """Whether the baseline failed: without it nothing can win."""
 
     def job(self, folder: pathlib.Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class InferenceTask(Task):
         """The tuned original."""
         return ranking.best_eager(trials, options.limits, options.objective)
 
-    def lost(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
+    def baseline_failed(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
         """Whether the model as written and the eager backend were both tried without a measurement."""
         plain = {self.baseline.hash, Recipe(backend=BACKENDS["eager"]()).hash}
         return to_beat is None and plain <= {trial.recipe.hash for trial in trials}
@@ -125,7 +125,7 @@ class TrainingTask(Task):
         """The trial of the training as written."""
         return next((trial for trial in trials if trial.recipe == self.baseline), None)
 
-    def lost(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
+    def baseline_failed(self, trials: Sequence[Trial], to_beat: Trial | None) -> bool:
         """Whether the training as written could not be timed."""
         return to_beat is not None and to_beat.comparison is None
 

@@ -84,8 +84,8 @@ def stay(lost: list[str], measured: int) -> str:
     if not measured:
         return "The settings as written stay: no others were measured within the budget."
     were = "was" if measured == 1 else "were"
-    told = f"of {counted(measured, 'other')} that {were} measured, none was surely faster within the limits"
-    return f"The settings as written stay: {told}."
+    reason = f"of {counted(measured, 'other')} that {were} measured, none was surely faster within the limits"
+    return f"The settings as written stay: {reason}."
 
 
 def _improved(found: Best, lost: list[str]) -> str:

@@ -25,11 +25,11 @@ from trimtab.study.storage import Storage
 TRAININGS, ORDER = "trainings", "trainings"
 """Folder in the run folder with the logs of trainings; key in the storage: the hashes of all trainings, in order."""
 FIGURES = ("update", "updates", "examples", "labels", "before", "after", "losses", "held_out")
-"""What a training tells of itself."""
-PACED = 20
+"""Figures that the progress file and the result of a training have in common."""
+PACE_UPDATES = 20
 """Updates from which on the pace of a training is known; the first ones are slow."""
-LOOK_S = 1.0
-"""Seconds between looks at the progress of a training."""
+POLL_S = 1.0
+"""Seconds between two readings of the progress of a training."""
 
 
 class Trainings:
@@ -39,7 +39,7 @@ class Trainings:
         self._runner, self._storage, self._options, self._progress = runner, storage, options, progress
         known = [storage.get(_key(name)) for name in storage.get(ORDER) or ()]
         self._known = {found.recipe.hash: found for each in known if each for found in [from_json(Trained, each)]}
-        self._looked, self._over = 0.0, False
+        self._polled_at, self._time_used_up = 0.0, False
 
     @property
     def all(self) -> tuple[Trained, ...]:
@@ -53,13 +53,13 @@ class Trainings:
 
     @property
     def limit_s(self) -> float:
-        """The limit in seconds that a training has: what all may take, else that of a trial."""
+        """Time limit of a training in seconds: the budget of all trainings, else the limit of a trial."""
         return self._options.trial_s if self._options.train_s is None else self._options.train_s
 
     def why_not(self, recipe: Recipe) -> str | None:
         """Why the training that ``recipe`` needs does not begin; ``None`` if it may, is done, or is not needed."""
         whole, part = self._options.train_s, recipe.training
-        if whole is None or part is None or self._settled(part):
+        if whole is None or part is None or self._is_final(part):
             return None
         left, likely = max(0.0, whole - self.spent_s), self.likely_s(recipe)
         if left > 0 and likely <= left:
@@ -73,9 +73,9 @@ class Trainings:
     def likely_s(self, recipe: Recipe) -> float:
         """Expected seconds of the training that ``recipe`` needs: 0 if it is done, not needed, or nothing was trained yet."""
         part = recipe.training
-        if part is None or self._settled(part):
+        if part is None or self._is_final(part):
             return 0.0
-        paces = [each.seconds / each.update for each in self._known.values() if each.update >= PACED]
+        paces = [each.seconds / each.update for each in self._known.values() if each.update >= PACE_UPDATES]
         begun = self._known.get(part.hash)
         asked = max(getattr(step, "updates", 0) for step in part.passes)
         return max(paces, default=0.0) * max(0, asked - (0 if begun is None else begun.update))
@@ -90,7 +90,7 @@ class Trainings:
         part = recipe.training
         if part is None:
             return True
-        found = self._known[part.hash] if self._settled(part) else self._run(part, deadline)
+        found = self._known[part.hash] if self._is_final(part) else self._run(part, deadline)
         if found is None:
             return None
         if found.state is State.COMPLETE:
@@ -98,7 +98,7 @@ class Trainings:
         how = {name: getattr(found, name) for name in ("reason", "traceback", "ended_by", "limit", "log", "seconds")}
         return Trial(recipe=recipe, state=found.state, **how)
 
-    def _settled(self, part: Recipe) -> bool:
+    def _is_final(self, part: Recipe) -> bool:
         """Whether the training is done and its files are there, or has failed for good."""
         found = self._known.get(part.hash)
         if found is None or found.state is State.STOPPED:
@@ -116,21 +116,21 @@ class Trainings:
         before = self._known.get(part.hash)
         earlier_s = 0.0 if before is None else before.seconds
         others_s = 0.0 if self._options.train_s is None else self.spent_s - earlier_s
-        self._over = False
+        self._time_used_up = False
 
-        def look() -> bool:
-            """Tell the progress now and then; whether the time for training is used up."""
-            if time.monotonic() - self._looked >= LOOK_S and (told := self._progress_file()):
-                self._looked, spent = time.monotonic(), others_s + told["seconds"]
-                self._progress.training(told["update"], told["updates"], spent, self._options.train_s)
-                self._over = spent > self.limit_s
-            return self._over or runner.over(deadline)
+        def poll() -> bool:
+            """Report the progress every :data:`POLL_S` seconds. Returns whether the time for training is used up."""
+            if time.monotonic() - self._polled_at >= POLL_S and (progress := self._progress_file()):
+                self._polled_at, spent = time.monotonic(), others_s + progress["seconds"]
+                self._progress.training(progress["update"], progress["updates"], spent, self._options.train_s)
+                self._time_used_up = spent > self.limit_s
+            return self._time_used_up or runner.over(deadline)
 
         job = runner.job() | {"jobs": compression.__name__, "kind": "train", "recipe": part.to_json()}
-        most = max(0.0, self.limit_s - others_s) + runner.startup_s  # also if it never tells its progress
+        most = max(0.0, self.limit_s - others_s) + runner.startup_s  # also if it never reports its progress
         with runner.worker(job, folder) as worker:
-            outcome = worker.wait(seconds=most, memory_mb=runner.memory_mb, interrupted=look)
-        if self._over:
+            outcome = worker.wait(seconds=most, memory_mb=runner.memory_mb, interrupted=poll)
+        if self._time_used_up:
             outcome = dataclasses.replace(outcome, cut_off=False, ended_by="time")
         found = dataclasses.replace(self._ended(part, outcome, earlier_s), log=str((folder / LOG).relative_to(runner.folder)))
         self._known[part.hash] = found
@@ -150,18 +150,18 @@ class Trainings:
         if result:
             known |= {"state": str(State.SKIPPED), "reason": result.get("skipped", "Its passes train nothing.")}
             return from_json(Trained, known)
-        told = self._progress_file()
-        known |= {name: told[name] for name in FIGURES if name in told}
-        known["seconds"] = max(earlier_s, float(told.get("seconds", 0.0)))
+        progress = self._progress_file()
+        known |= {name: progress[name] for name in FIGURES if name in progress}
+        known["seconds"] = max(earlier_s, float(progress.get("seconds", 0.0)))
         if outcome.cut_off or outcome.ended_by == "time":
             limit = {} if outcome.cut_off else {"ended_by": "time", "limit": self.limit_s}
-            known |= {"state": str(State.STOPPED), "reason": self._stopped(told, outcome), **limit}
+            known |= {"state": str(State.STOPPED), "reason": self._stopped(progress, outcome), **limit}
             return from_json(Trained, known)
         known |= {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
         return from_json(Trained, known | {"state": str(State.FAILED)})
 
-    def _stopped(self, told: Mapping[str, Any], outcome: Outcome) -> str:
-        reached = f" after {told['update']} of {counted(told['updates'], 'update')}" if told else ""
+    def _stopped(self, progress: Mapping[str, Any], outcome: Outcome) -> str:
+        reached = f" after {progress['update']} of {counted(progress['updates'], 'update')}" if progress else ""
         if outcome.cut_off:
             return f"The training was stopped{reached}, because the study had to end; the same command goes on with it."
         option = "--trial-time (in Python, trial_seconds=...)"
@@ -173,7 +173,7 @@ class Trainings:
         )
 
     def _progress_file(self) -> dict[str, Any]:
-        """What the training that runs, or was stopped, last wrote about itself."""
+        """The latest progress file: that of the running training, or of the one that was stopped last. Empty without one."""
         paths = sorted(self._weights.glob("*.json"), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)
         return read_progress(paths[-1]) if paths else {}
 

@@ -1,4 +1,4 @@
-"""What is tried where an int8 form is fast and misses the accuracy limit: layers back in float, and training.
+"""Recover accuracy where an int8 form is fast and misses the accuracy limit: layers back in float, and training.
 
 The generators yield recipes, and read their trials from the finished ones when they go on.
 """
@@ -90,7 +90,7 @@ def other_int8_forms(recipe: Recipe, over: float, done: Mapping[str, Trial]) -> 
 
 
 def with_float_layers(recipe: Recipe, backend: Backend) -> Callable[[int], Recipe] | None:
-    """A function that gives ``recipe`` on int8 ``backend`` with ``n`` layers in float; ``None`` if ``backend`` has no such field."""
+    """A function of ``n``: ``recipe`` on int8 ``backend`` with ``n`` layers in float. ``None`` if it has no such field."""
     if not backend.quantizes or not hasattr(backend, "float_layers"):
         return None
     return lambda count: dataclasses.replace(recipe, backend=dataclasses.replace(backend, float_layers=count))  # type: ignore[call-arg]
