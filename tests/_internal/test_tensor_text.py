@@ -16,7 +16,7 @@ from trimtab._internal.user_code import user_code
 from trimtab.data.batches import Batch
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.prepared_workload import prepare
-from trimtab.evaluation.reference import refer
+from trimtab.evaluation.reference import reference_of
 
 LINEAR, IMAGES = nn.Linear(8, 5), torch.randn(51, 8)
 
@@ -50,7 +50,7 @@ def test_a_score_or_metric_that_fails_on_shapes_says_both_sides(target: Any, jud
     """After the error, with the line of the user's file."""
     evaluation = trimtab.Evaluation(data=[], **judge)
     with pytest.raises(WorkloadError) as raised:
-        refer(LINEAR.eval(), [Batch(IMAGES, target, 51)], evaluation)
+        reference_of(LINEAR.eval(), [Batch(IMAGES, target, 51)], evaluation)
     assert f"; {sides}). Call it yourself " in str(raised.value)
 
 

@@ -35,8 +35,8 @@ from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.evaluation.evaluate import Plan
 from trimtab.evaluation.prepared_workload import prepare
 from trimtab.evaluation.training.timer import Updates
-from trimtab.evaluation.training.trial import STILL, _unfaithful, confirm, settled, try_recipe
-from trimtab.evaluation.training.workload import TrainingSubject, first, prepared
+from trimtab.evaluation.training.trial import STILL, _loss_problem, confirm, trial_timing, try_recipe
+from trimtab.evaluation.training.workload import TrainingSubject, first_batches, prepared
 from trimtab.measure import pairs
 from trimtab.study import ranking
 from trimtab.study.options import Options
@@ -150,7 +150,7 @@ def test_a_loader_that_gives_nothing_is_named() -> None:
     with pytest.raises(WorkloadError, match="The loader gave 0 batches and then no more, but 8 are needed"):
         prepared(workload(data=[]), 8)
     with pytest.raises(WorkloadError, match="gave 2 batches and then no more, but 5"):
-        first(iter([torch.zeros(1), torch.zeros(1)]), 5)
+        first_batches(iter([torch.zeros(1), torch.zeros(1)]), 5)
 
 
 def test_what_decides_itself_is_off_as_written() -> None:
@@ -315,12 +315,12 @@ class Masked(nn.Module):
 
 def test_a_module_whose_buffers_stay_as_they_are_is_kept_from_drawing() -> None:
     subject = prepared(workload(Masked), 8)
-    assert subject.gathering == frozenset()
+    assert subject.statistics_modules == frozenset()
     found = tried(subject, PASSES["micro_batch"](size=4))
     assert found.state is State.COMPLETE, found.reason
     assert found.parity is not None
     assert found.parity.still
-    assert prepared(workload(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))), 2).gathering == {"0"}
+    assert prepared(workload(lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))), 2).statistics_modules == {"0"}
 
 
 def test_what_cannot_be_kept_from_drawing_is_held_to_the_losses_as_written() -> None:
@@ -433,15 +433,15 @@ class Steady(Restless):
 
 def test_a_gain_that_a_timing_leaves_open_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "usage", lambda before, after: None)  # as if nobody else used the machine
-    once, remark = settled(Restless(), Steady(), Plan(seconds=0.001))
+    once, remark = trial_timing(Restless(), Steady(), Plan(seconds=0.001))
     assert remark is None
     assert once.ratio.low < 1 < once.ratio.value
-    again, remark = settled(Restless(), Steady(), Plan(seconds=0.001, again_s=5.0))
+    again, remark = trial_timing(Restless(), Steady(), Plan(seconds=0.001, again_s=5.0))
     assert str(remark).startswith("It was timed again for longer, because a first timing left open whether it gains: ")
     assert again.ratio.low > 1
     assert again.ratio.value == pytest.approx(1.3, rel=0.05)
     for by, over in ((1.12, 1.25), (1.12, 0.1), (1.4, 1.0)):
-        remark = settled(Restless(by), Steady(), Plan(seconds=0.001, again_s=5.0, over=over))[1]
+        remark = trial_timing(Restless(by), Steady(), Plan(seconds=0.001, again_s=5.0, over=over))[1]
         assert remark is None, "it seems no faster than that, or surely is, or an interval half as wide would not tell"
 
 
@@ -565,7 +565,7 @@ def test_an_exact_recipe_whose_loss_is_surely_too_high_is_refused() -> None:
         drop = Drop(
             value=0.5, low=0.4, upper=0.6, n=8, limit=0.01, decided=decided, n_needed=None, method="paired", share=False
         )
-        return _unfaithful(trained_as_written(), same, drop, written)
+        return _loss_problem(trained_as_written(), same, drop, written)
 
     assert refusal(False) is not None
     assert refusal(None) is None
@@ -604,13 +604,13 @@ def slow(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_what_a_loader_has_read_ahead_is_used_up_before_updates_are_timed(read_s: float, loss: Any, ahead: int) -> None:
     subject = prepared(workload(data=lambda: DataLoader(Read(read_s), 1, num_workers=1), loss=loss), 1)
     updates = Updates(subject, subject.settings, seed=0)
-    assert updates._ahead == 2
+    assert updates._read_ahead == 2
     for _ in range(2 if ahead else 20):  # others may have the cores for a while
-        if updates._ahead:
+        if updates._read_ahead:
             assert len(updates.block(3)) == 3
             time.sleep(0.1)
-    assert updates._ahead == ahead  # where the loader is what updates wait for, it is looked at every time
-    assert Updates(prepared(workload(), 1), Settings(), seed=0)._ahead == 0
+    assert updates._read_ahead == ahead  # where the loader is what updates wait for, it is looked at every time
+    assert Updates(prepared(workload(), 1), Settings(), seed=0)._read_ahead == 0
 
 
 def test_a_schedule_with_a_length_of_its_own_is_timed_too() -> None:

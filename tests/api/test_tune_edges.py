@@ -27,7 +27,7 @@ from trimtab.errors import MeasurementError, NonFiniteError, UsageError, Workloa
 from trimtab.evaluation.evaluate import Plan
 from trimtab.evaluation.training.timer import Updates
 from trimtab.evaluation.training.trial import try_recipe
-from trimtab.evaluation.training.workload import TrainingSubject, first, loader, prepared
+from trimtab.evaluation.training.workload import TrainingSubject, first_batches, loader, prepared
 from trimtab.execution.jobs import training as train_jobs
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.study.training import stay
@@ -128,7 +128,7 @@ def test_a_loader_that_a_function_gives_to_be_gone_through_once_is_made_anew_for
     subject = prepared(workload(data=batches), 14)  # of six each
     updates = Updates(subject, subject.settings, seed=0)
     assert len(updates.block(20)) == 20
-    assert len(first(loader(subject.training), 14)) == 14
+    assert len(first_batches(loader(subject.training), 14)) == 14
     with pytest.raises(WorkloadError, match="The loader gave 1 batch and then no more, but 8 are needed"):
         prepared(workload(data=iter([(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long))])), 8)
 

@@ -29,10 +29,10 @@ from trimtab.core.trial import State
 from trimtab.core.workload import Workload
 from trimtab.errors import IntegrityError
 from trimtab.evaluation.confirm import load
-from trimtab.evaluation.evaluate import Plan, evaluate, runner_for, save, start
-from trimtab.evaluation.fidelity import writes_otherwise
-from trimtab.evaluation.prepared_workload import Subject, fresh, prepare
-from trimtab.evaluation.reference import refer
+from trimtab.evaluation.evaluate import Plan, build, evaluate, runner_for, save
+from trimtab.evaluation.fidelity import write_mismatch
+from trimtab.evaluation.prepared_workload import Subject, fresh_inputs, prepare
+from trimtab.evaluation.reference import reference_of
 from trimtab.measure.timer import LocalRunner
 from trimtab.passes.channels_last import ChannelsLast
 
@@ -258,8 +258,8 @@ class Forgetting(Backend):
 
 
 def test_a_runtime_that_does_not_write_is_a_mismatch(subject: Subject, tmp_path: pathlib.Path) -> None:
-    call = start(Recipe(backend=Eager()), subject.candidate)[0]
-    reference = refer(call, subject.splits.selection, None)
+    call = build(Recipe(backend=Eager()), subject.candidate)[0]
+    reference = reference_of(call, subject.splits.selection, None)
     rival = LocalRunner(lambda: call(*subject.candidate.args))
     trial = evaluate(Recipe(backend=Forgetting()), subject, reference, rival, plan=Plan(), folder=tmp_path)
     assert trial.state is State.MISMATCH
@@ -276,11 +276,11 @@ def test_the_confirmation_starts_from_inputs_that_nobody_wrote_to(subject: Subje
     if package := missing_package(backend.requires):
         pytest.skip(f"needs {package}")
     recipe = Recipe(backend=backend)
-    executable = start(recipe, subject.candidate)[0]
+    executable = build(recipe, subject.candidate)[0]
     save(executable, tmp_path)
-    loaded, candidate = load(recipe, tmp_path, fresh(subject))
+    loaded, candidate = load(recipe, tmp_path, fresh_inputs(subject))
     assert not candidate.leaves[2].any(), "its cache is empty"
-    assert writes_otherwise(loaded, subject.model, candidate, exact=True, max_error=None) is None
+    assert write_mismatch(loaded, subject.model, candidate, exact=True, max_error=None) is None
 
 
 def test_what_is_there_already_may_be_written_again() -> None:
@@ -290,13 +290,13 @@ def test_what_is_there_already_may_be_written_again() -> None:
         candidate.model(*args)
     args[2] *= 1 + 1e-7  # what a runtime that rounds otherwise left there
     full = dataclasses.replace(candidate, args=tuple(args))
-    assert writes_otherwise(Forgetful(full), full.model, full, exact=True, max_error=None) is None
+    assert write_mismatch(Forgetful(full), full.model, full, exact=True, max_error=None) is None
 
 
 @pytest.mark.parametrize(("error", "exact", "words"), [(0.0, True, None), (0.01, False, None), (0.5, True, "centred error")])
 def test_what_is_written_is_held_against_what_the_model_writes(error: float, exact: bool, words: str | None) -> None:
     candidate = decoder()
-    found = writes_otherwise(Forgetful(candidate, error), candidate.model, candidate, exact=exact, max_error=0.1)
+    found = write_mismatch(Forgetful(candidate, error), candidate.model, candidate, exact=exact, max_error=0.1)
     assert (found is None) is (words is None)
     assert found is None or (found.startswith("It writes something else to the input 'cache'") and str(words) in found)
 

@@ -13,7 +13,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.check import CHECKS, Check
 from trimtab.core.technique import PASSES, Pass, Technique, require
 from trimtab.core.trial import State
-from trimtab.evaluation.evaluate import ended
+from trimtab.evaluation.evaluate import as_trial
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.hardware.environment import Environment
 from trimtab.passes.threads import Threads
@@ -76,7 +76,7 @@ def test_a_package_that_is_installed_and_cannot_be_imported_is_a_reason() -> Non
 def test_a_package_that_is_broken_skips_what_needs_it_and_says_why(raised: str, tmp_path, monkeypatch) -> None:
     (tmp_path / "trimtab_broken.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    trial = ended(as_written(), lambda figures: require("trimtab_broken.part"))
+    trial = as_trial(as_written(), lambda figures: require("trimtab_broken.part"))
     kind, _, words = raised.partition("('")
     assert (trial.state, trial.reason) == (
         State.SKIPPED,

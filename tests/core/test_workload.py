@@ -30,7 +30,7 @@ from trimtab.data.splits import split
 from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.evaluation import reproducibility
 from trimtab.evaluation.evaluate import TORCH_THREADS
-from trimtab.evaluation.prepared_workload import fresh, prepare
+from trimtab.evaluation.prepared_workload import fresh_inputs, prepare
 from trimtab.evaluation.reference import Reference, predict
 from trimtab.execution.jobs.inference import baseline_job, prepare_job, read_workload
 from trimtab.execution.process import environment
@@ -301,7 +301,7 @@ def test_dynamic_dimensions_are_what_the_data_shows() -> None:
     assert [str(spec) for spec in subject.candidate.signature.outputs] == ["output: float32[batch, 3]"]
     assert not subject.model.training
     assert "came in training mode" in subject.notes[0]
-    other = fresh(subject)
+    other = fresh_inputs(subject)
     assert other.args[0].shape == (1, 4)
     assert not torch.equal(other.args[0], data[0][:1])
 
@@ -351,7 +351,7 @@ def test_sizes_are_those_of_the_calls_that_run_makes(calibration: Any) -> None:
     executable = OnnxRuntime().compile(subject.candidate)
     want, got = (predict(call, subject.splits.test, evaluation) for call in (subject.model, executable))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, got, strict=True))
-    assert fresh(subject).args[0].shape == (1, 4)
+    assert fresh_inputs(subject).args[0].shape == (1, 4)
 
 
 def test_calls_of_another_form_are_no_sizes() -> None:
@@ -634,7 +634,7 @@ class Stages(nn.Module):
 def test_a_model_whose_train_returns_nothing_is_measured_as_written(tmp_path: pathlib.Path) -> None:
     workload = Workload(model=Stages(), inputs=torch.ones(1, 4))
     (tmp_path / "w.pkl").write_bytes(cloudpickle.dumps(workload))
-    reproducibility.keep(tmp_path / "reference", prepare(workload))
+    reproducibility.save_sums(tmp_path / "reference", prepare(workload))
     job = {"workload": {"pickle": str(tmp_path / "w.pkl")}, "reference": str(tmp_path / "reference"), "weights": {}}
     assert baseline_job(job, tmp_path)["peak_mb"] is not None
     Int8Weights().apply(Candidate.of(workload.model, (torch.ones(1, 4),)))

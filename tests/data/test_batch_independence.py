@@ -25,7 +25,7 @@ from trimtab.data.batches import Batch
 from trimtab.errors import UsageError
 from trimtab.evaluation.evaluate import rows
 from trimtab.evaluation.prepared_workload import prepare
-from trimtab.evaluation.reference import refer
+from trimtab.evaluation.reference import reference_of
 from trimtab.passes.batch import Batch as BatchPass
 
 
@@ -133,7 +133,7 @@ def test_a_tagger_is_scored_on_whole_sequences() -> None:
     for dynamic in (None, {"ids": {0: "time", 1: "batch"}}):
         judged = Evaluation(data=iter(data), metric=accuracy)
         subject = prepare(Workload(model=model, inputs=(data[0][0],), dynamic=dynamic, evaluation=judged))
-        assert refer(model, subject.splits.test, judged).scores.value == 1.0, dynamic
+        assert reference_of(model, subject.splits.test, judged).scores.value == 1.0, dynamic
 
 
 @pytest.mark.parametrize("form", ["pair", "dataset", "calibration", "stated"])
@@ -155,7 +155,7 @@ def test_where_another_axis_is_called_the_batch_the_first_is_no_fixed_one() -> N
     judged = Evaluation(data=data, score=lambda output, target: (output.argmax(-1) == target).all(0))
     subject = prepare(Workload(model=model, inputs=(data[0][0],), dynamic={"ids": {1: "batch"}}, evaluation=judged))
     assert all(batch.single and not batch.rows for batch in subject.splits.selection)
-    found = refer(model, subject.splits.selection, judged).scores
+    found = reference_of(model, subject.splits.selection, judged).scores
     assert (found.value, found.n) == (1.0, 8 * len(subject.splits.selection))
 
 
@@ -170,7 +170,7 @@ def test_scores_of_what_follows_each_other_count_as_one() -> None:
     for dynamic in (None, {"ids": {0: "time", 1: "batch"}}):
         judged = Evaluation(data=data, score=lambda output, target: (output.argmax(-1) == target).flatten())
         subject = prepare(Workload(model=model, inputs=(data[0][0],), dynamic=dynamic, evaluation=judged))
-        found = refer(model, subject.splits.test, judged).scores
+        found = reference_of(model, subject.splits.test, judged).scores
         assert found.n == len(subject.splits.test), "frames of a sequence are no examples"
         assert found.each == (0.75,) * found.n
 
@@ -229,7 +229,7 @@ class Buffered(nn.Linear):
 def test_answers_in_memory_that_the_model_keeps_are_each_calls_own() -> None:
     model = Buffered().eval().requires_grad_(False)
     assert Judge(model, 1e-3)(Batch(X, None, 60)).kind == "own"
-    found = refer(model, [Batch(X[:60], None, 60), Batch(X[60:], None, 60)], None)
+    found = reference_of(model, [Batch(X[:60], None, 60), Batch(X[60:], None, 60)], None)
     assert all(
         torch.allclose(leaves[0], X[i : i + 60] @ model.weight.T + model.bias, atol=1e-5)
         for leaves, i in zip(found.outputs, (0, 60), strict=True)

@@ -16,7 +16,7 @@ from trimtab.core.workload import Evaluation
 from trimtab.data.batches import Batch
 from trimtab.data.joining import example_counts, joined
 from trimtab.errors import WorkloadError
-from trimtab.evaluation.reference import drop, least_drop, predict, refer, score
+from trimtab.evaluation.reference import drop, least_drop, predict, reference_of, score
 from trimtab.tensors.structure import flatten, unflatten
 
 Named = collections.namedtuple("Named", ["logits", "hidden"])  # noqa: PYI024
@@ -82,7 +82,7 @@ def test_a_metric_is_given_the_structure_of_the_model_in_every_resample(form: st
 
     evaluation, data = Evaluation(data=[], metric=accuracy), batches()
     with torch.no_grad():
-        reference = refer(model, data, evaluation)
+        reference = reference_of(model, data, evaluation)
         outputs = predict(model, data, evaluation)
     whole = torch.cat([logits(unflatten(*reversed(flatten(output)))) for output in outputs])
     assert reference.scores is not None
@@ -148,14 +148,14 @@ def test_a_score_that_works_in_place_leaves_the_reference_alone() -> None:
 
     evaluation = Evaluation(data=[], score=in_place)
     with torch.no_grad():
-        reference = refer(flat, batches(), evaluation)
+        reference = reference_of(flat, batches(), evaluation)
         want = [flat(batch.inputs) for batch in batches()]
     assert all(np.array_equal(a, b[0]) for a, b in zip(want, reference.outputs, strict=True))
 
 
 def test_a_metric_may_return_an_array_of_no_axes() -> None:
     judged = Evaluation(data=(X, Y), metric=lambda o, t: np.asarray(accuracy(o, t)))
-    assert refer(nn.Linear(8, 2), [Batch(X, Y, 120)], judged).scores.n == 120
+    assert reference_of(nn.Linear(8, 2), [Batch(X, Y, 120)], judged).scores.n == 120
 
 
 @pytest.mark.parametrize("kind", ["score", "metric"])
@@ -166,7 +166,7 @@ def test_what_no_loss_at_all_cannot_be_told_from_is_known(kind: str) -> None:
     judges = {"score": right, "metric": lambda *both: right(*both).float().mean()}
     judge = Evaluation(data=[], **{kind: judges[kind]})
     data = [Batch(batch.inputs, flat(batch.inputs).argmax(1), batch.rows) for batch in batches()]
-    found = least_drop(judge, refer(flat, data, judge), data)
+    found = least_drop(judge, reference_of(flat, data, judge), data)
     assert found is not None
     assert (found.value, found.n) == (0.0, 23)
     assert 0.11 < found.upper < 0.14, "about 3/n"
@@ -181,13 +181,13 @@ def test_a_metric_that_keeps_what_it_was_asked_is_refused_before_anything_is_com
         return float(np.mean(right))
 
     with pytest.raises(WorkloadError, match=r"for the same outputs and targets\. Have it keep nothing from call to call"):
-        refer(flat, batches(), Evaluation(data=[], metric=running))
+        reference_of(flat, batches(), Evaluation(data=[], metric=running))
 
 
 def confirmed(model: Any, data: list[Batch], evaluation: Evaluation) -> Any:
     """The drop of answers that are the reference's own."""
     with torch.no_grad():
-        reference = refer(model, data, evaluation)
+        reference = reference_of(model, data, evaluation)
         outputs = predict(model, data, evaluation)
     found = score(evaluation, outputs, data)
     assert found == reference.scores
@@ -201,7 +201,7 @@ def test_a_score_may_write_to_its_targets() -> None:
 
     data = [Batch(batch.inputs, flat(batch.inputs).argmax(1) + 1, batch.rows) for batch in batches()]
     assert confirmed(flat, data, Evaluation(data=[], score=right)).value == 0
-    assert refer(flat, data, Evaluation(data=[], score=right)).scores.value == 1.0
+    assert reference_of(flat, data, Evaluation(data=[], score=right)).scores.value == 1.0
 
 
 def test_a_metric_may_write_to_what_is_as_long_as_it_is() -> None:
@@ -234,7 +234,7 @@ def test_a_metric_that_works_in_place_judges_both_sides_alike() -> None:
 @pytest.mark.parametrize("kind", [float, bool, int, np.float32, np.bool_])
 def test_of_one_example_a_score_may_be_a_plain_number(kind: Any) -> None:
     data = [Batch(batch.inputs[:1], batch.target[:1], 1) for batch in batches()]
-    found = refer(flat, data, Evaluation(data=[], score=lambda output, target: kind(output.argmax(1) == target))).scores
+    found = reference_of(flat, data, Evaluation(data=[], score=lambda output, target: kind(output.argmax(1) == target))).scores
     assert found is not None
     right = [float(flat(batch.inputs).argmax(1) == batch.target) for batch in data]
     assert found.each == tuple(right)
@@ -276,4 +276,4 @@ def test_an_item_that_is_one_example_is_what_a_metric_is_resampled_by() -> None:
 )
 def test_scores_in_a_form_that_is_no_list_of_numbers_are_refused(found: Any, words: str) -> None:
     with pytest.raises(WorkloadError, match=f"^Evaluation score returned .*{words}"):
-        refer(nn.Linear(8, 2), [Batch(X, Y, 120)], Evaluation(data=[], score=lambda output, target: found(target)))
+        reference_of(nn.Linear(8, 2), [Batch(X, Y, 120)], Evaluation(data=[], score=lambda output, target: found(target)))

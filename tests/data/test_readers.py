@@ -25,8 +25,8 @@ from trimtab.core.workload import Evaluation, Workload
 from trimtab.data.batches import Batch
 from trimtab.data.splits import Splits, split
 from trimtab.errors import InputError, UsageError, WorkloadError
-from trimtab.evaluation.prepared_workload import fresh, prepare
-from trimtab.evaluation.reference import predict, refer
+from trimtab.evaluation.prepared_workload import fresh_inputs, prepare
+from trimtab.evaluation.reference import predict, reference_of
 from trimtab.tensors.structure import flatten
 
 Pair = collections.namedtuple("Pair", ["label", "text"])  # noqa: PYI024
@@ -136,7 +136,7 @@ def test_fresh_inputs_are_resampled_where_items_are_no_inputs_of_the_model(item:
     evaluation = Evaluation(data=data, score=top1, run=run)
     for calibration in (None, [x]):  # with calibration of its own the example's form is known, that of the items is not
         stated = Workload(model=Sum(), inputs=x, evaluation=evaluation, calibration=calibration, dynamic={})
-        found = fresh(prepare(stated))
+        found = fresh_inputs(prepare(stated))
         assert [arg.shape for arg in found.args] == [(1, 4), (1, 4)]
         assert set(found.args[0].flatten().tolist()) <= set(x[0].flatten().tolist())
 
@@ -181,7 +181,7 @@ def test_keyword_inputs_of_the_data_may_come_in_any_order() -> None:
         subject = prepare(workload(batches, inputs=inputs))
         assert [spec.shape for spec in subject.candidate.signature.inputs] == [("batch", 4)] * 2
         assert [row.shape[1] for row in subject.candidate.flat_calibration()[0]] == [4, 4]
-        assert fresh(subject) is not subject.candidate
+        assert fresh_inputs(subject) is not subject.candidate
     with pytest.raises(UsageError, match="attention_mask is given in call 1 and missing in call 2"):
         prepare(workload([({"input_ids": x[:8]}, torch.zeros(8))] * 5, inputs=example))
 
@@ -264,7 +264,7 @@ def test_labelled_data_of_many_kinds(data: Any, score: Any) -> None:
     judged = Evaluation(data=data, score=score)
     subject = prepare(Workload(model=nn.Linear(8, 2).eval(), inputs=X[:1], evaluation=judged))
     assert subject.splits.examples() == {"calibration": 24, "selection": 48, "test": 48}
-    assert refer(subject.model, subject.splits.test, judged).scores.n == 48
+    assert reference_of(subject.model, subject.splits.test, judged).scores.n == 48
 
 
 def test_masks_of_infinity_are_inputs_and_ragged_examples_need_a_collate_fn() -> None:

@@ -35,16 +35,16 @@ from trimtab.evaluation.evaluate import (
     TORCH_THREADS,
     Plan,
     apply_passes,
+    build,
     evaluate,
+    files_complete,
     load_saved,
     rows,
     save,
-    start,
-    whole,
 )
-from trimtab.evaluation.fidelity import moved
+from trimtab.evaluation.fidelity import embedding_note
 from trimtab.evaluation.prepared_workload import Subject, prepare
-from trimtab.evaluation.reference import Reference, refer
+from trimtab.evaluation.reference import Reference, reference_of
 from trimtab.importers.load import load_workload
 from trimtab.measure.timer import LocalRunner
 from trimtab.study.ranking import feasible
@@ -142,8 +142,8 @@ def subject() -> Subject:
 
 
 def judged(recipe: Recipe, subject: Subject, folder: pathlib.Path, **plan) -> Trial:
-    call = start(as_written(), subject.candidate)[0]
-    reference = refer(call, subject.splits.selection, subject.workload.evaluation)
+    call = build(as_written(), subject.candidate)[0]
+    reference = reference_of(call, subject.splits.selection, subject.workload.evaluation)
     args, kwargs = subject.candidate.args, subject.candidate.kwargs
     options = {"quick_s": 0.2, "seconds": 0.4} | plan
     return evaluate(recipe, subject, reference, LocalRunner(lambda: call(*args, **kwargs)), plan=Plan(**options), folder=folder)
@@ -317,7 +317,7 @@ def test_runtimes_get_no_more_threads_than_the_workload_gives_torch(one_thread: 
     assert TORCH_THREADS > 1
     assert apply_passes(Recipe(backend=own), candidate).settings.threads == 1
     assert apply_passes(Recipe(backend=relative), candidate).settings.threads is None
-    executable, _ = start(Recipe(backend=own), apply_passes(Recipe(backend=own), candidate))
+    executable, _ = build(Recipe(backend=own), apply_passes(Recipe(backend=own), candidate))
     assert executable.settings.threads == 1
     assert more.apply(apply_passes(Recipe(backend=own), candidate)).settings.threads == 2
     torch.set_num_threads(TORCH_THREADS)
@@ -335,8 +335,8 @@ def test_a_frozen_batch_is_cut_and_padded(subject: Subject) -> None:
 
 
 def test_a_reference_comes_back_from_disk(subject: Subject, tmp_path) -> None:
-    call = start(as_written(), subject.candidate)[0]
-    first = refer(call, subject.splits.selection, subject.workload.evaluation)
+    call = build(as_written(), subject.candidate)[0]
+    first = reference_of(call, subject.splits.selection, subject.workload.evaluation)
     first.save(tmp_path)
     again = Reference.load(tmp_path)
     assert again.scores == first.scores
@@ -551,10 +551,10 @@ def test_files_that_were_damaged_are_not_taken_for_what_was_built(tmp_path: path
     executable = OnnxRuntime().compile(candidate)
     for damaged in (BUILT, None):
         save(executable, tmp_path)
-        assert whole(tmp_path)
+        assert files_complete(tmp_path)
         path = tmp_path / damaged if damaged else next(file for file in (tmp_path / MODEL).iterdir() if file.stat().st_size > 9)
         os.truncate(path, 9)
-        assert not whole(tmp_path)
+        assert not files_complete(tmp_path)
 
 
 def test_embeddings_that_moved_are_told_where_there_are_no_labels() -> None:
@@ -563,11 +563,11 @@ def test_embeddings_that_moved_are_told_where_there_are_no_labels() -> None:
     examples = TrainingExamples(batches=(), examples=0, source="training data", digest="made here")
     given = dataclasses.replace(Candidate.of(encoder, (torch.randn(4, 8),)), training=examples)
     recipe = Recipe(passes=(PASSES["recover"](),), backend=Eager())
-    assert moved(recipe, given, encoder) == ()
-    assert moved(Recipe(backend=Eager()), given, other) == ()
-    (note,) = moved(recipe, given, other)
+    assert embedding_note(recipe, given, encoder) == ()
+    assert embedding_note(Recipe(backend=Eager()), given, other) == ()
+    (note,) = embedding_note(recipe, given, other)
     assert re.fullmatch(r"Its vectors moved: their mean cosine .* is -?0\.\d\d\. An index made with the original .*", note)
     labelled = dataclasses.replace(given, training=dataclasses.replace(examples, loss=nn.CrossEntropyLoss()))
-    assert moved(recipe, labelled, other) == ()
+    assert embedding_note(recipe, labelled, other) == ()
     small = given.with_model(nn.Linear(8, 3))
-    assert moved(recipe, small, nn.Linear(8, 3)) == (), "scores of three classes are no embedding"
+    assert embedding_note(recipe, small, nn.Linear(8, 3)) == (), "scores of three classes are no embedding"

@@ -14,7 +14,7 @@ from trimtab._internal.text import counted
 from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, missing_package
-from trimtab.evaluation.evaluate import apply_passes, save, start
+from trimtab.evaluation.evaluate import apply_passes, build, save
 from trimtab.evaluation.explain import TORCH, Explanation, explain
 from trimtab.evaluation.prepared_workload import Subject, prepare
 from trimtab.hardware.peaks import Peaks, Rate
@@ -96,7 +96,7 @@ def test_a_recipe_is_told_of_with_the_batch_that_it_runs(backend: str, model: nn
     workload = trimtab.Workload(name="rows", model=model, inputs=torch.randn(2, 64), dynamic={axis: {0: "batch"}})
     subject = prepare(workload)
     recipe = Recipe(passes=(PASSES["batch"](size=8),), backend=BACKENDS[backend]())
-    executable = start(recipe, apply_passes(recipe, subject.candidate))[0]
+    executable = build(recipe, apply_passes(recipe, subject.candidate))[0]
     save(executable, tmp_path)
     for files in (tmp_path, None):
         found = explain(recipe, files, subject, peaks(float32=100.0, memory=20.0), seconds=1e-4)

@@ -27,10 +27,10 @@ from trimtab.core.technique import missing_package
 from trimtab.core.workload import Evaluation, Workload
 from trimtab.data.batches import Batch
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.evaluation.evaluate import runner_for, start
-from trimtab.evaluation.fidelity import faithful
+from trimtab.evaluation.evaluate import build, runner_for
+from trimtab.evaluation.fidelity import output_parity
 from trimtab.evaluation.prepared_workload import prepare
-from trimtab.evaluation.reference import Reference, drop, predict, refer, score
+from trimtab.evaluation.reference import Reference, drop, predict, reference_of, score
 from trimtab.measure.parity import compare_outputs
 from trimtab.passes.autocast import Autocast
 
@@ -53,7 +53,7 @@ class Sized(nn.Module):
 def test_every_batch_is_held_against_its_own_numbers(tmp_path: pathlib.Path) -> None:
     batches = [Batch(torch.randn(rows, 8), rows=rows) for rows in (64, 64, 22)]
     model = Sized().eval()
-    refer(model, batches, None).save(tmp_path)
+    reference_of(model, batches, None).save(tmp_path)
     reference = Reference.load(tmp_path)
     assert [rows for _, rows in reference.nested()] == [64, 64, 22]
     assert len(json.loads((tmp_path / "reference.json").read_text())["structures"]) == 2
@@ -74,7 +74,7 @@ def test_a_signature_keeps_no_number_of_one_size_for_another() -> None:
     subject = prepare(Workload(model=Sized(), inputs=x, evaluation=evaluation))
     assert subject.candidate.signature.batch is None
     assert any("batch stays fixed" in note for note in subject.notes)
-    reference = refer(Eager().compile(subject.candidate), subject.splits.selection, evaluation)
+    reference = reference_of(Eager().compile(subject.candidate), subject.splits.selection, evaluation)
     answers = predict(TorchScript().compile(subject.candidate), subject.splits.selection, evaluation)
     assert compare_outputs(reference.nested(), answers, exact=True).ok
 
@@ -105,10 +105,10 @@ def test_a_model_that_normalises_in_place_is_not_called_random() -> None:
     evaluation = Evaluation(data=[], score=lambda output, target: output[:, 0] > 0)
     batches = [Batch(part, rows=20) for part in x.split(20)]
     for batch in (batches, [Batch({"x": part.inputs}, rows=20) for part in batches]):
-        reference = refer(Eager().compile(normalising(x[:2])), batch, evaluation)
+        reference = reference_of(Eager().compile(normalising(x[:2])), batch, evaluation)
         assert torch.equal(torch.cat([leaves[0] for leaves in reference.outputs]), want)
     running = dataclasses.replace(evaluation, run=lambda call, item: call(item["x"]))
-    refer(model, [Batch({"x": part.inputs}, rows=20) for part in batches], running)
+    reference_of(model, [Batch({"x": part.inputs}, rows=20) for part in batches], running)
     assert torch.equal(x, before)
 
 
@@ -122,7 +122,7 @@ def test_the_example_stays_what_it_is_in_every_step(name: str) -> None:
     before = x.clone()
     subject = prepare(Workload(model=Normalising(), inputs=x, dynamic=BATCH))
     assert Autocast().why_not(subject.candidate) is None
-    executable, _ = start(Recipe(backend=BACKENDS[name]()), subject.candidate)
+    executable, _ = build(Recipe(backend=BACKENDS[name]()), subject.candidate)
     for objective in ("latency", "throughput"):
         runner_for(executable, subject.candidate, subject, objective).block(2)
     assert torch.equal(x, before)
@@ -168,10 +168,10 @@ def test_the_imaginary_part_counts_in_what_the_model_says_twice() -> None:
 
     batches = [Batch(torch.randn(2, 3), rows=2)]
     with pytest.raises(WorkloadError, match=r"different values for the same input \(by up to 1\)"):
-        refer(turning, batches, None)
+        reference_of(turning, batches, None)
     with pytest.raises(WorkloadError, match="gives NaN: 6 of 6 values"):
-        refer(lambda x: torch.complex(x, torch.full_like(x, torch.nan)), batches, None)
-    refer(lambda x: torch.complex(x, x), batches, None)
+        reference_of(lambda x: torch.complex(x, torch.full_like(x, torch.nan)), batches, None)
+    reference_of(lambda x: torch.complex(x, x), batches, None)
     subject = Candidate.of(Spectrum().eval(), (torch.full((1, 8), torch.nan),))
     with pytest.raises(UsageError, match="gives NaN on its own inputs"):
         Golden.of(subject, subject.signature)
@@ -188,7 +188,7 @@ def test_a_model_that_keeps_something_from_call_to_call_is_told_what_to_do() -> 
             return x + self.seen
 
     with pytest.raises(WorkloadError, match=r"or what it keeps from call to call: make that an input and an output\.$"):
-        refer(Running().eval(), [Batch(torch.ones(2, 3))], None)
+        reference_of(Running().eval(), [Batch(torch.ones(2, 3))], None)
 
 
 # Classes of the model's own.
@@ -249,14 +249,14 @@ def test_an_evaluation_that_needs_classes_of_the_models_own_is_told_at_once(
     evaluation = Evaluation(data=[], **asked)
     call = Eager().compile(Candidate.of(Classed(make).eval(), (torch.randn(2, 8),), dynamic=BATCH))
     with pytest.raises(WorkloadError, match=words):
-        refer(call, batches, evaluation)
+        reference_of(call, batches, evaluation)
 
 
 def test_an_evaluation_that_fails_with_any_class_says_what_it_raised() -> None:
     batches = [Batch(torch.randn(20, 8), torch.zeros(20), rows=20)]
     call = Eager().compile(Candidate.of(Classed(Answer).eval(), (torch.randn(2, 8),), dynamic=BATCH))
     with pytest.raises(WorkloadError, match=r"^Evaluation score raised: AttributeError: .*'nothing'"):
-        refer(call, batches, Evaluation(data=[], score=lambda output, target: output.nothing))
+        reference_of(call, batches, Evaluation(data=[], score=lambda output, target: output.nothing))
 
 
 @pytest.mark.parametrize("make", [Answer, Judged])
@@ -265,7 +265,7 @@ def test_fields_are_judged_alike_whoever_answers(make: Callable[[torch.Tensor], 
     candidate = Candidate.of(Classed(make).eval(), (torch.randn(2, 8),), dynamic=BATCH)
     metric = Evaluation(data=[], metric=lambda o, t: float((o.logits.argmax(1) == t).double().mean()))
     for evaluation in (metric, Evaluation(data=[], score=lambda o, t: o.logits.argmax(1) == t)):
-        reference = refer(Eager().compile(candidate), batches, evaluation)
+        reference = reference_of(Eager().compile(candidate), batches, evaluation)
         answers = predict(TorchScript().compile(candidate), batches, evaluation)
         scores = score(evaluation, answers, batches)
         assert scores == reference.scores
@@ -294,7 +294,7 @@ def test_run_may_make_arrays(make: Any, judge: str) -> None:
         "metric": lambda o, t: float((logits(o).argmax(1) == t).float().mean()),
     }
     evaluation = Evaluation(data=[], run=run, **{judge: judges[judge]})
-    reference = refer(model, batches, evaluation)
+    reference = reference_of(model, batches, evaluation)
     assert reference.scores is not None
     assert reference.scores.n == 40
     assert compare_outputs(reference.nested(), predict(model, batches, evaluation), exact=True).ok
@@ -311,14 +311,14 @@ def test_run_may_make_arrays(make: Any, judge: str) -> None:
 def test_what_run_makes_that_cannot_be_compared_is_refused(make: Any, words: str) -> None:
     model, batches, run = answering(make)
     with pytest.raises(UsageError, match=words):
-        refer(model, batches, Evaluation(data=[], score=lambda o, t: t == 0, run=run))
+        reference_of(model, batches, Evaluation(data=[], score=lambda o, t: t == 0, run=run))
 
 
 @pytest.mark.parametrize("make", [lambda y: str(random.random()), lambda y: [y, {"at": random.random()}]])
 def test_texts_and_numbers_that_are_drawn_anew_are_told_of(make: Any) -> None:
     model, batches, run = answering(make)
     with pytest.raises(WorkloadError, match=r"different values for the same input\. Asked again, the output.* is .* but the"):
-        refer(model, batches, Evaluation(data=[], score=lambda o, t: t == 0, run=run))
+        reference_of(model, batches, Evaluation(data=[], score=lambda o, t: t == 0, run=run))
 
 
 class Several(nn.Module):
@@ -335,12 +335,12 @@ def test_outputs_that_an_evaluation_names_are_known_before_anything_is_tried() -
     known = r"which is no floating-point output of the model\. Those are: '0', '1', '3\.more'\.$"
     for wrong in ("logits", "2", "output"):
         with pytest.raises(UsageError, match=rf"^Evaluation outputs names '{wrong}', {known}"):
-            refer(Several(), batches, naming("0", wrong))
+            reference_of(Several(), batches, naming("0", wrong))
     with pytest.raises(UsageError, match=r"Those are: 'output'\.$"):
-        refer(lambda x: x, batches, naming("x"))
-    assert refer(Several(), batches, naming("0", "output.3.more")).scores is not None
-    assert refer(lambda x: x, batches, naming("output")).scores is not None
-    assert refer(lambda x: {"output": x, "more": x}, batches, naming("output")).scores is not None
+        reference_of(lambda x: x, batches, naming("x"))
+    assert reference_of(Several(), batches, naming("0", "output.3.more")).scores is not None
+    assert reference_of(lambda x: x, batches, naming("output")).scores is not None
+    assert reference_of(lambda x: {"output": x, "more": x}, batches, naming("output")).scores is not None
     for odd in ("logits", 5, [0]):
         with pytest.raises(UsageError, match=r"^Evaluation outputs is .*; give a tuple of names, such as \('logits',\)\.$"):
             Evaluation(data=[], score=lambda o, t: t == 0, outputs=odd)  # type: ignore[arg-type]
@@ -355,29 +355,29 @@ def test_the_outputs_that_count_are_not_lost_whatever_the_score_says(outputs: An
     candidate = Candidate.of(Several().eval(), (torch.randn(2, 8),), dynamic=BATCH)
     batches = [Batch(torch.randn(20, 8), torch.zeros(20), rows=20)]
     evaluation = Evaluation(data=[], score=lambda o, t: t == 0, outputs=outputs)
-    reference = refer(Several(), batches, evaluation)
+    reference = reference_of(Several(), batches, evaluation)
     found = [(a, 0 * b, c, {"more": 0 * d["more"]}) for a, b, c, d in reference.nested()]
-    parity = faithful(reference, found, candidate.signature, evaluation, exact=False, max_error=0.05)
+    parity = output_parity(reference, found, candidate.signature, evaluation, exact=False, max_error=0.05)
     assert parity.ok is (lost is None)
     assert lost is None or str(parity.reason).startswith(f"{lost!r} has a centred error of 1")
-    assert not faithful(reference, found, candidate.signature, evaluation, exact=True, max_error=0.05).ok
+    assert not output_parity(reference, found, candidate.signature, evaluation, exact=True, max_error=0.05).ok
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_what_run_makes_is_made_for_the_score_unless_it_is_named(named: bool) -> None:
     model, batches, run = answering(lambda y: (y, y + 1))
     evaluation = Evaluation(data=[], score=lambda o, t: t == 0, run=run, outputs=("1",) if named else None)
-    reference = refer(model, batches, evaluation)
+    reference = reference_of(model, batches, evaluation)
     signature = Candidate.of(model, (torch.randn(2, 8),)).signature
     found = [(0 * a, 0 * b) for a, b in reference.nested()]
-    assert faithful(reference, found, signature, evaluation, exact=False, max_error=0.05).ok is not named
+    assert output_parity(reference, found, signature, evaluation, exact=False, max_error=0.05).ok is not named
 
 
 def test_what_run_makes_may_have_methods_as_it_makes_it_for_every_runtime() -> None:
     batches = [Batch(torch.randn(20, 8), torch.zeros(20), rows=20)]
     evaluation = Evaluation(data=[], score=lambda o, t: o.top1() == t, run=lambda call, x: Answer(call(x)))
     candidate = Candidate.of(Classed(lambda logits: logits).eval(), (torch.randn(2, 8),), dynamic=BATCH)
-    reference = refer(Eager().compile(candidate), batches, evaluation)
+    reference = reference_of(Eager().compile(candidate), batches, evaluation)
     assert score(evaluation, predict(TorchScript().compile(candidate), batches, evaluation), batches) == reference.scores
 
 
@@ -392,7 +392,7 @@ def test_a_score_that_is_not_the_same_twice_is_refused(remembers: bool) -> None:
     batches = [Batch(torch.randn(8, 3), torch.zeros(8), 8) for _ in range(3)]
     words = r"Evaluation score gives 0\.\d+ and then 0\.\d+ for the same output and target\. Leave out what is random in it"
     with pytest.raises(WorkloadError, match=words):
-        refer(nn.Linear(3, 2), batches, Evaluation(data=[], score=judge))
+        reference_of(nn.Linear(3, 2), batches, Evaluation(data=[], score=judge))
 
 
 def test_a_score_may_write_to_what_it_is_given() -> None:
@@ -402,6 +402,6 @@ def test_a_score_may_write_to_what_it_is_given() -> None:
         return found
 
     batches = [Batch(torch.randn(8, 3), torch.randint(0, 2, (8,)), 8) for _ in range(2)]
-    found = refer(nn.Linear(3, 2), batches, Evaluation(data=[], score=judge)).scores
+    found = reference_of(nn.Linear(3, 2), batches, Evaluation(data=[], score=judge)).scores
     assert found is not None
     assert found.n == 16

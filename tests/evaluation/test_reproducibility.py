@@ -17,8 +17,8 @@ from trimtab.core.capture import Call
 from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.prepared_workload import Subject, prepare
-from trimtab.evaluation.reference import refer
-from trimtab.evaluation.reproducibility import _alike, calibrates_otherwise, check_data, fingerprint, keep, look
+from trimtab.evaluation.reference import reference_of
+from trimtab.evaluation.reproducibility import _equal_sums, calibration_differs, check_data, fingerprint, save_sums, sums_of
 from trimtab.execution.jobs.inference import prepare_job, trial_job
 from trimtab.study.samplers.ladder import as_written
 from trimtab.train import MappedTensors
@@ -44,26 +44,26 @@ def test_a_look_tells_drawn_values_from_rounded_ones_of_any_size_and_kind() -> N
         torch.rand(40) > 0.5,
         torch.tensor([0.5, -torch.inf, torch.nan]),
     ]
-    assert _alike(look(kinds), look([kind.clone() for kind in kinds]))
-    assert len(look([large])) < 8, "it is small, however large the values are"
-    assert _alike(look([large]), look([large * (1 + 1e-7 * torch.randn_like(large))]))
+    assert _equal_sums(sums_of(kinds), sums_of([kind.clone() for kind in kinds]))
+    assert len(sums_of([large])) < 8, "it is small, however large the values are"
+    assert _equal_sums(sums_of([large]), sums_of([large * (1 + 1e-7 * torch.randn_like(large))]))
     for kind in kinds[:4]:
-        assert not _alike(look([kind]), look([torch.rand(kind.shape).to(kind.dtype)]))
+        assert not _equal_sums(sums_of([kind]), sums_of([torch.rand(kind.shape).to(kind.dtype)]))
     for kind in kinds[4:]:
-        assert not _alike(look([kind]), look([kind.flip(0)]))
-    assert not _alike(look([torch.zeros(2, 3)]), look([torch.zeros(3, 2)]))
+        assert not _equal_sums(sums_of([kind]), sums_of([kind.flip(0)]))
+    assert not _equal_sums(sums_of([torch.zeros(2, 3)]), sums_of([torch.zeros(3, 2)]))
     rare = torch.zeros(60, 1000)
-    assert not _alike(look([rare]), look([rare.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1.0))]))
+    assert not _equal_sums(sums_of([rare]), sums_of([rare.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1.0))]))
 
 
 def test_a_look_sees_what_is_no_tensor_and_what_lies_deep() -> None:
     def made(text: str, number: float) -> Any:
         return [(Call((X,), {"scale": number}), {"names": [text, "b"], "mask": None})]
 
-    assert _alike(look(made("a", 0.1 + 0.2)), look(made("a", 0.3)))
-    assert not _alike(look(made("a", 0.5)), look(made("c", 0.5)))
-    assert not _alike(look(made("a", 0.5)), look(made("a", 0.6)))
-    assert look([object()]).shape == (0, 2)
+    assert _equal_sums(sums_of(made("a", 0.1 + 0.2)), sums_of(made("a", 0.3)))
+    assert not _equal_sums(sums_of(made("a", 0.5)), sums_of(made("c", 0.5)))
+    assert not _equal_sums(sums_of(made("a", 0.5)), sums_of(made("a", 0.6)))
+    assert sums_of([object()]).shape == (0, 2)
 
 
 class Column(nn.Module):
@@ -78,14 +78,14 @@ def test_a_single_value_that_was_cut_from_a_column_has_bytes_too(tmp_path: pathl
     workload = Workload(model=Column(), inputs=(table, table[:, 2]), calibration=[(X[:1], X[:1, 2])])
     found = prepare(workload)
     assert found.candidate.leaves[1].stride() == (8,)
-    assert fingerprint(found, refer(found.model, found.splits.selection, None))
+    assert fingerprint(found, reference_of(found.model, found.splits.selection, None))
     assert torch.equal(MappedTensors.write(tmp_path / "data", {"x": X[:1, 2]})["x"], X[:1, 2])
 
 
 @pytest.mark.parametrize("other", ["inputs", "order", "labels"])
 def test_other_inputs_or_data_than_in_the_dry_run_are_refused(other: str, tmp_path: pathlib.Path) -> None:
     changed = {"inputs": {"inputs": torch.rand(2, 8)}, "order": {"seed": 1}, "labels": {"data": (X, 1 - Y)}}[other]
-    keep(tmp_path, subject(**{"data": (X, Y)} if other == "labels" else {}))
+    save_sums(tmp_path, subject(**{"data": (X, Y)} if other == "labels" else {}))
     message = "inputs are others each time" if other == "inputs" else "is other data each time that it is read"
     with pytest.raises(WorkloadError, match=rf"{message}.*random\.seed\(0\), np\.random\.seed\(0\), torch\.manual_seed\(0\)"):
         check_data({"reference": str(tmp_path)}, subject(**changed))
@@ -96,10 +96,10 @@ def test_calibration_and_test_data_may_be_drawn_anew(tmp_path: pathlib.Path) -> 
         return subject(calibration=torch.rand(40, 8), test=(torch.rand(40, 8), Y[:40]))
 
     job = {"reference": str(tmp_path)}
-    keep(tmp_path, first := drawn())
+    save_sums(tmp_path, first := drawn())
     check_data(job, second := drawn())
-    assert not calibrates_otherwise(job, first)
-    assert calibrates_otherwise(job, second), "which is said where something rests on it"
+    assert not calibration_differs(job, first)
+    assert calibration_differs(job, second), "which is said where something rests on it"
 
 
 def test_a_trial_asks_for_the_data_of_the_dry_run_before_anything_else(tmp_path: pathlib.Path) -> None:

@@ -15,8 +15,8 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Dim
 from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import WorkloadError
-from trimtab.evaluation.prepared_workload import RESAMPLED, fresh, prepare
-from trimtab.evaluation.reference import refer
+from trimtab.evaluation.prepared_workload import RESAMPLED, fresh_inputs, prepare
+from trimtab.evaluation.reference import reference_of
 
 
 class Doing(nn.Module):
@@ -65,15 +65,15 @@ def test_what_the_model_has_no_answer_to_is_not_asked(
 ) -> None:
     subject = prepare(Workload(name="picky", model=Doing(function), inputs=inputs))
     assert 1 <= len(subject.splits.selection) <= RESAMPLED
-    refer(Eager().compile(subject.candidate), subject.splits.selection, None)  # which refuses NaN
-    found = fresh(subject)
+    reference_of(Eager().compile(subject.candidate), subject.splits.selection, None)  # which refuses NaN
+    found = fresh_inputs(subject)
     assert subject.model(*found.args).isfinite().all()
 
 
 def test_what_the_model_answers_is_asked() -> None:
     subject = prepare(Workload(name="plain", model=nn.Linear(4, 2), inputs=torch.randn(3, 4)))
     assert len(subject.splits.selection) == 1 + RESAMPLED
-    assert not torch.equal(fresh(subject).leaves[0], subject.candidate.leaves[0])
+    assert not torch.equal(fresh_inputs(subject).leaves[0], subject.candidate.leaves[0])
 
 
 def test_a_workload_with_labels_is_timed_on_its_example_where_resampling_fails() -> None:
@@ -81,7 +81,7 @@ def test_a_workload_with_labels_is_timed_on_its_example_where_resampling_fails()
     items = [((torch.randn(1, 64, 4), torch.arange(64)[None] <= i), torch.zeros(1)) for i in range(24)]
     evaluation = Evaluation(data=items, score=lambda output, target: output[:, 0] > target, run=lambda call, item: call(*item))
     subject = prepare(Workload(name="masked", model=Doing(mean), inputs=(x, mask), evaluation=evaluation))
-    seen = [fresh(subject, seed).leaves for seed in range(8)]
+    seen = [fresh_inputs(subject, seed).leaves for seed in range(8)]
     assert all(leaves[1].any() for leaves in seen)
 
 

@@ -26,7 +26,7 @@ from trimtab.cli._boundary import Ending
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State
 from trimtab.errors import StorageError, UsageError, WorkloadError
-from trimtab.evaluation.evaluate import ended
+from trimtab.evaluation.evaluate import as_trial
 from trimtab.execution.fork_pool import Forked, Workers
 from trimtab.execution.process import WorkerProcess
 from trimtab.study.options import Options
@@ -130,7 +130,7 @@ def test_an_error_that_has_no_text_is_told_with_its_place(tmp_path: pathlib.Path
             f"{inspect.getsource(Mute)}def fails(output, target): raise Mute\ndef made(): return workload(score=fails)",
         )
     assert "in fails" in log_of(tmp_path)
-    trial = ended(Recipe(backend=TorchScript()), mute)
+    trial = as_trial(Recipe(backend=TorchScript()), mute)
     assert (trial.state, trial.reason) == (State.FAILED, "Mute: <exception str() failed>")
 
 

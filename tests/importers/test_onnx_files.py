@@ -21,7 +21,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.workload import Evaluation
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.evaluation.prepared_workload import prepare
-from trimtab.evaluation.reference import refer
+from trimtab.evaluation.reference import reference_of
 from trimtab.importers.load import load_workload
 from trimtab.importers.onnx.graph import import_graph
 from trimtab.importers.onnx.operators import OPS
@@ -477,4 +477,4 @@ def test_outputs_keep_their_names(tmp_path) -> None:
     judged = Evaluation(data=data, score=lambda output, target: output["scores"][:, 0] > target, outputs=("scores",))
     named = dataclasses.replace(workload, evaluation=judged)
     batches = prepare(named).splits.test
-    assert refer(workload.build_model(), batches, judged).outputs[0][0].shape == (1, 3)
+    assert reference_of(workload.build_model(), batches, judged).outputs[0][0].shape == (1, 3)

@@ -349,7 +349,7 @@ def test_slow_calls_are_not_timed_over_and_over(monkeypatch, tmp_path) -> None:
         asked.append(calls)
         return [3_000_000_000] * calls
 
-    assert len(evaluate._singles(types.SimpleNamespace(block=block))) == sum(asked) == 2
+    assert len(evaluate._single_calls(types.SimpleNamespace(block=block))) == sum(asked) == 2
     times: list[float] = []
     real = evaluate.compare
     monkeypatch.setattr(evaluate, "compare", lambda *args, **more: times.append(more["seconds"]) or real(*args, **more))
@@ -360,7 +360,7 @@ def test_slow_calls_are_not_timed_over_and_over(monkeypatch, tmp_path) -> None:
 def run_slow(folder: pathlib.Path) -> list[Trial]:
     """A recipe whose calls are longer than the time for them, evaluated in this process."""
     from trimtab.evaluation.prepared_workload import prepare
-    from trimtab.evaluation.reference import refer
+    from trimtab.evaluation.reference import reference_of
 
     class Slow(nn.Module):
         def forward(self, x):
@@ -371,7 +371,7 @@ def run_slow(folder: pathlib.Path) -> list[Trial]:
     workload = trimtab.Workload(name="slow", model=Slow(), inputs=torch.randn(2, 4))
     subject = prepare(workload)
     executable = Eager().compile(subject.candidate)
-    reference = refer(executable, subject.splits.selection, None)
+    reference = reference_of(executable, subject.splits.selection, None)
     rival = evaluate.runner_for(executable, subject.candidate, subject, "latency")
     plan = evaluate.Plan(objective="latency", limits=Limits(), floor=0.0, quick_s=0.005, seconds=0.02, width=0.03)
     found = evaluate.evaluate(EAGER, subject, reference, rival, plan=plan, folder=folder)

@@ -26,7 +26,7 @@ from trimtab.core.technique import PASSES
 from trimtab.core.trial import State, Trial
 from trimtab.evaluation import confirm as module
 from trimtab.evaluation.confirm import Confirmation, confirm
-from trimtab.evaluation.evaluate import Plan, save, start
+from trimtab.evaluation.evaluate import Plan, build, save
 from trimtab.evaluation.prepared_workload import prepare
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.fork_pool import Workers
@@ -58,7 +58,7 @@ def confirmed(
     monkeypatch.setattr(module, "compare", compare)
     monkeypatch.setattr(module, "pooled", lambda starts, seen=(): starts[-1])  # what processes differ by is told elsewhere
     asked = {"plan": Plan()} | asked
-    save(start(recipe, subject.candidate)[0], folder)
+    save(build(recipe, subject.candidate)[0], folder)
     return confirm(recipe, folder, subject, rivals, must_win=True, **asked)[0]
 
 
@@ -340,7 +340,7 @@ def test_what_proved_nothing_is_confirmed_once_more(tmp_path, intervals, shown, 
 def test_an_artifact_that_is_not_as_it_was_written_is_made_again(tmp_path: pathlib.Path) -> None:
     recipe = Recipe(backend=BACKENDS["eager"]())
     candidate = prepare(trimtab.Workload(name="small", model=torch.nn.Linear(4, 2), inputs=torch.randn(3, 4))).candidate
-    executable = start(recipe, candidate)[0]
+    executable = build(recipe, candidate)[0]
     artifact = write_artifact(
         tmp_path / "artifact",
         executable=executable,

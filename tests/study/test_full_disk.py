@@ -19,7 +19,7 @@ from trimtab.backends.torchscript import TorchScript
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State
 from trimtab.errors import ArtifactError, CompileError, StorageError
-from trimtab.evaluation.evaluate import ended
+from trimtab.evaluation.evaluate import as_trial
 from trimtab.execution.fork_pool import Workers
 from trimtab.study.final_selection import finish
 from trimtab.study.options import Options
@@ -110,7 +110,7 @@ def test_a_full_disk_is_no_failure_of_the_recipe() -> None:
         raise FULL
 
     with pytest.raises(OSError, match="No space left"):
-        ended(Recipe(backend=TorchScript()), line)
+        as_trial(Recipe(backend=TorchScript()), line)
 
 
 @pytest.mark.long

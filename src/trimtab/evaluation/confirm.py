@@ -18,10 +18,10 @@ from trimtab.core.backend import Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import LEAST_GAIN, Comparison, Drop, Interval, Measurement, Parity
 from trimtab.core.recipe import Recipe
-from trimtab.evaluation.evaluate import BUILT, Plan, apply_passes, load_saved, ours, runner_for, start, timing
-from trimtab.evaluation.fidelity import faithful, writes_otherwise
-from trimtab.evaluation.prepared_workload import Subject, fresh
-from trimtab.evaluation.reference import drop, predict, refer, score
+from trimtab.evaluation.evaluate import BUILT, Plan, apply_passes, build, load_saved, own_pids, runner_for, timing
+from trimtab.evaluation.fidelity import output_parity, write_mismatch
+from trimtab.evaluation.prepared_workload import Subject, fresh_inputs
+from trimtab.evaluation.reference import drop, predict, reference_of, score
 from trimtab.measure.pairs import compare
 from trimtab.measure.pooled import pooled
 from trimtab.measure.timer import Runner
@@ -93,11 +93,11 @@ def confirm(
     in the first of these starts. ``seen`` are the comparisons of the search with the model as written.
     """
     figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
-    executable, candidate = load(recipe, files, fresh(subject))
+    executable, candidate = load(recipe, files, fresh_inputs(subject))
     found = judged or judge(recipe, executable, candidate, subject, plan)
     reason = found.reason
     if reason is None and rivals:
-        reason = _fast(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}, seen)
+        reason = _speed_problem(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}, seen)
     return dataclasses.replace(found, ok=reason is None, reason=reason, **figures), executable
 
 
@@ -105,7 +105,7 @@ def load(recipe: Recipe, files: pathlib.Path, candidate: Candidate) -> tuple[Exe
     """The executable of ``recipe`` after its first call, from its saved ``files`` or built, and the inputs that it runs on."""
     if not (files / BUILT).exists():
         candidate = apply_passes(recipe, candidate)
-        return start(recipe, candidate)[0], candidate
+        return build(recipe, candidate)[0], candidate
     executable = load_saved(recipe, files)
     candidate = _resized(recipe, candidate)
     args, kwargs = candidate.own_inputs()  # copies, because the call may write to them
@@ -124,11 +124,11 @@ def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
 def judge(recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan) -> Confirmation:
     """Compare outputs and score on the test data; nothing is timed."""
     figures: dict[str, Any] = {}
-    reason = _faithful(recipe, executable, candidate, subject, plan, figures)
+    reason = _quality_problem(recipe, executable, candidate, subject, plan, figures)
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures)
 
 
-def _faithful(
+def _quality_problem(
     recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan, figures: dict[str, Any]
 ) -> str | None:
     evaluation, batches, most = subject.workload.evaluation, subject.splits.test, plan.limits.max_error
@@ -137,10 +137,10 @@ def _faithful(
         with torch.no_grad():
             return subject.model(*args, **kwargs)
 
-    reference = refer(original, batches, evaluation)
+    reference = reference_of(original, batches, evaluation)
     full = subject.candidate.signature
     outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
-    parity = faithful(reference, outputs, full, evaluation, exact=recipe.exact, max_error=most)
+    parity = output_parity(reference, outputs, full, evaluation, exact=recipe.exact, max_error=most)
     figures["parity"] = parity
     if evaluation is not None and reference.scores is not None:
         scores = score(evaluation, outputs, batches)
@@ -153,10 +153,10 @@ def _faithful(
             return f"On the test data its score {lost.change()} ({lost.bound()}); the limit is {lost.show(limit)}."
     if not parity.ok:
         return f"On the test data: {parity.reason}"
-    return writes_otherwise(executable, subject.model, candidate, exact=recipe.exact, max_error=most)
+    return write_mismatch(executable, subject.model, candidate, exact=recipe.exact, max_error=most)
 
 
-def _fast(
+def _speed_problem(
     executable: Executable,
     candidate: Candidate,
     subject: Subject,
@@ -168,10 +168,10 @@ def _fast(
     seen: Sequence[Comparison],
 ) -> str | None:
     runner = runner_for(executable, candidate, subject, plan.objective)
-    found = pooled([*earlier.get("as_written", ()), in_start(runner, rivals["as_written"], plan)], seen)
+    found = pooled([*earlier.get("as_written", ()), time_start(runner, rivals["as_written"], plan)], seen)
     figures |= timing(found, executable, candidate, subject, plan.objective)
     if (tuned := rivals.get("tuned")) is not None:
-        figures["against_tuned"] = pooled([*earlier.get("tuned", ()), in_start(runner, tuned, plan)]).ratio
+        figures["against_tuned"] = pooled([*earlier.get("tuned", ()), time_start(runner, tuned, plan)]).ratio
     limits, latency = plan.limits, figures["latency_ms"].median
     if limits.latency_ms is not None and latency > limits.latency_ms:
         return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."
@@ -182,20 +182,20 @@ def _fast(
     peak = figures.get("peak_mb")
     if limits.memory_mb is not None and peak is not None and peak > limits.memory_mb:
         return f"Measured again, its peak memory is {peak:.4g} MB; the limit is {limits.memory_mb:g} MB."
-    return _unproven(found.ratio, plan, figures) if must_win else None
+    return _gain_problem(found.ratio, plan, figures) if must_win else None
 
 
-def in_start(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
+def time_start(runner: Runner, rival: Runner, plan: Plan) -> Comparison:
     """The comparison of one start, without noise between starts, which :func:`pooled` adds."""
     return compare(
-        runner, rival, width=plan.width, seconds=plan.seconds, min_quads=plan.min_quads, pids=ours(rival), process_noise=0.0
+        runner, rival, width=plan.width, seconds=plan.seconds, min_quads=plan.min_quads, pids=own_pids(rival), process_noise=0.0
     )
 
 
-def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
+def _gain_problem(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | None:
     """Why a gain is not proven: the ratio over the tuned original, then the ratio ``written`` over the model as written."""
     if plan.objective == "memory":
-        return _needs_as_much(figures.get("peak_mb"), figures.get("original_mb"))
+        return _memory_problem(figures.get("peak_mb"), figures.get("original_mb"))
     if plan.objective not in ("latency", "throughput"):
         return None
     ratio = figures.get("against_tuned", written)
@@ -223,7 +223,7 @@ def _unproven(written: Interval, plan: Plan, figures: dict[str, Any]) -> str | N
     return None
 
 
-def _needs_as_much(peak: float | None, original: float | None) -> str | None:
+def _memory_problem(peak: float | None, original: float | None) -> str | None:
     if peak is None or original is None:
         whose = "its peak memory" if peak is None else "the peak memory of the tuned original"
         return f"Measured again, {whose} is not known, which proves no gain."

@@ -33,7 +33,7 @@ from trimtab.core.settings import Settings
 from trimtab.core.signature import Dim, Signature
 from trimtab.core.trial import State, Trial
 from trimtab.errors import CompileError, InputError, MissingPackageError
-from trimtab.evaluation.fidelity import faithful, moved, writes_otherwise
+from trimtab.evaluation.fidelity import embedding_note, output_parity, write_mismatch
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.evaluation.reference import Reference, drop, predict, score
 from trimtab.hardware import system
@@ -94,18 +94,18 @@ def evaluate(
     ``baseline`` is the model as written, in a process of its own. Process-wide settings such as torch's threads are changed, so
     the process must end afterwards.
     """
-    return ended(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, folder, figures))
+    return as_trial(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, folder, figures))
 
 
-def ended(recipe: Recipe, line: Callable[[dict[str, Any]], tuple[State, str | None]]) -> Trial:
-    """The trial of ``recipe``: ``line`` writes its figures into the mapping that it gets, and returns state and reason.
+def as_trial(recipe: Recipe, pipeline: Callable[[dict[str, Any]], tuple[State, str | None]]) -> Trial:
+    """The trial of ``recipe``: ``pipeline`` writes its figures into the mapping that it gets, and returns state and reason.
 
-    Every exception of ``line`` becomes the trial's state, except a full disk, after which the recipe can be tried again.
+    Every exception of ``pipeline`` becomes the trial's state, except a full disk, after which the recipe can be tried again.
     """
     started = time.perf_counter()
     figures: dict[str, Any] = {}
     try:
-        state, reason = line(figures)
+        state, reason = pipeline(figures)
     except MissingPackageError as error:  # installed, but broken
         state, reason = State.SKIPPED, str(error)
     except Exception as error:  # the one boundary that turns whatever a trial does into its state
@@ -132,8 +132,8 @@ def _pipeline(
 
     candidate = apply_passes(recipe, subject.candidate)
     figures["network"] = describe_network(candidate.model, subject.model) if recipe.compresses else None
-    executable, figures["cold_s"] = start(recipe, candidate)
-    notes = (*candidate.notes, *moved(recipe, candidate, subject.model), *_notes(executable, full))
+    executable, figures["cold_s"] = build(recipe, candidate)
+    notes = (*candidate.notes, *embedding_note(recipe, candidate, subject.model), *_notes(executable, full))
     figures |= {"dims": tuple(d.name for d in executable.signature.dims), "notes": notes}
     stated = subject.candidate.all_sizes
     if stated and (short := _missing_dims(executable, full)):
@@ -142,17 +142,17 @@ def _pipeline(
     with stage("outputs on the selection data"), _explain_refused_sizes(executable, full):
         outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
     exact, most = recipe.exact, plan.limits.max_error
-    figures["parity"] = faithful(reference, outputs, full, evaluation, exact=exact, max_error=most)
+    figures["parity"] = output_parity(reference, outputs, full, evaluation, exact=exact, max_error=most)
     if not figures["parity"].ok:
-        figures |= _with_blame(figures, recipe, subject.candidate)
+        figures |= _with_sensitivity(figures, recipe, subject.candidate)
         return State.MISMATCH, figures["parity"].reason
-    if reason := writes_otherwise(executable, subject.model, candidate, exact=exact, max_error=most):
+    if reason := write_mismatch(executable, subject.model, candidate, exact=exact, max_error=most):
         return State.MISMATCH, reason
 
     runner = runner_for(executable, candidate, subject, plan.objective)
     begun = time.perf_counter()
     with stage("first timing"):
-        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(baseline))
+        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=own_pids(baseline))
     # a longer timing would have as few pairs
     slow = first.pairs <= SLOW_PAIRS and time.perf_counter() - begun >= plan.seconds
     behind = first.ratio.high < plan.best
@@ -171,7 +171,7 @@ def _pipeline(
             lost = drop(evaluation, reference, scores, outputs, batches, limit)
         figures |= {"score": scores.value, "drop": lost}
         if lost.decided is False:
-            figures |= _with_blame(figures, recipe, subject.candidate)
+            figures |= _with_sensitivity(figures, recipe, subject.candidate)
             return State.STOPPED, (
                 f"Rule 'accuracy': the score drops by {lost.show(lost.value)} (at least {lost.show(lost.low)}); the limit is "
                 f"{lost.show(limit)}."
@@ -180,7 +180,7 @@ def _pipeline(
     final = first
     if not (slow or behind or plan.brief):
         with stage("timing"):
-            final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
+            final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline))
         figures |= timing(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
     figures["sensitivity"] = _reported_sensitivity(recipe, subject.candidate)
@@ -210,7 +210,7 @@ def _reported_sensitivity(recipe: Recipe, candidate: Candidate) -> tuple[tuple[s
     return _sensitivity(candidate, TABLE_S) if recipe.quantizes and candidate.training else ()
 
 
-def _with_blame(figures: Mapping[str, Any], recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
+def _with_sensitivity(figures: Mapping[str, Any], recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
     """The figures of a recipe that lost too much, with the layers that lose most in 8 bits if it quantizes."""
     if not recipe.quantizes:
         return {}
@@ -289,7 +289,7 @@ def _prepare_process(settings: Settings) -> None:
         system.keep_freed_memory()
 
 
-def start(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
+def build(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
     """Compile and call once; returns the executable and the seconds of both."""
     args, kwargs = candidate.own_inputs()
     begun = time.perf_counter()
@@ -304,7 +304,7 @@ def runner_for(executable: Executable, candidate: Candidate, subject: Subject, o
     """What is timed: one call on the example, or concurrent requests if throughput is the objective, per example batch."""
     if objective != "throughput":
         return one_call(executable, *candidate.own_inputs())
-    return together(executable, candidate.own_leaves(), rows(subject.candidate.leaves, executable.signature))
+    return concurrent_requests(executable, candidate.own_leaves(), rows(subject.candidate.leaves, executable.signature))
 
 
 def one_call(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRunner:
@@ -313,7 +313,7 @@ def one_call(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, A
     return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize, before, threads=torch.get_num_threads())
 
 
-def together(executable: Executable, leaves: Sequence[torch.Tensor], examples: int) -> Runner:
+def concurrent_requests(executable: Executable, leaves: Sequence[torch.Tensor], examples: int) -> Runner:
     """Runner of concurrent requests with ``leaves``, whose time is that of ``examples`` examples."""
     requests, before = [leaves] * REQUESTS, None
     if executable.signature.writes:  # each request needs its own inputs
@@ -336,7 +336,7 @@ def _input_restorer(signature: Signature, *requests: Sequence[torch.Tensor]) -> 
     return restore if pairs else None
 
 
-def ours(rival: Runner) -> set[int]:
+def own_pids(rival: Runner) -> set[int]:
     """Processes that count as ours: this one, the study that started it, and the rival."""
     return {os.getpid(), os.getppid(), rival.pid}
 
@@ -375,14 +375,14 @@ def timing(
     figures: dict[str, Any] = {"comparison": found, "speedup": found.ratio, "latency_ms": found.candidate}
     if objective == "throughput":
         figures["throughput"] = per_second(found.candidate, rows(subject.candidate.leaves, subject.candidate.signature))
-        alone = _singles(runner_for(executable, candidate, subject, "latency"))
+        alone = _single_calls(runner_for(executable, candidate, subject, "latency"))
         figures["latency_ms"] = summarize(
             alone, unit="ms", conditions={"examples": rows(candidate.leaves, candidate.signature), "unpaired": True}
         )
     return figures
 
 
-def _singles(runner: Runner) -> list[int]:
+def _single_calls(runner: Runner) -> list[int]:
     first = runner.block(1)
     return first + runner.block(max(2, min(SINGLES, int(SINGLES_S * 1e9 / max(first[0], 1)))) - 1)
 
@@ -413,7 +413,7 @@ def save(executable: Executable, folder: pathlib.Path) -> dict[str, Any]:
     return {"size_mb": sum(sizes.values()) / 1e6}
 
 
-def whole(folder: pathlib.Path) -> bool:
+def files_complete(folder: pathlib.Path) -> bool:
     """Whether the files that :func:`save` wrote into ``folder`` are complete and unchanged."""
     try:
         sizes = json.loads((folder / BUILT).read_text(encoding="utf-8"))["sizes"]

@@ -16,7 +16,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import OperatorTime
 from trimtab.core.recipe import Recipe
 from trimtab.evaluation.confirm import load
-from trimtab.evaluation.evaluate import BUILT, MODEL, apply_passes, rows, start
+from trimtab.evaluation.evaluate import BUILT, MODEL, apply_passes, build, rows
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.hardware.peaks import Peaks
 from trimtab.measure.flops import count_flops
@@ -71,7 +71,7 @@ def explain(
         weights = sum(path.stat().st_size for path in (files / MODEL).rglob("*") if path.is_file())
     else:
         candidate = apply_passes(recipe, subject.candidate)
-        executable = start(recipe, candidate)[0]
+        executable = build(recipe, candidate)[0]
         weights = weight_bytes(candidate.model)
     if seconds is not None:  # per call of the recipe, which reads the weights once for all its examples
         ran, asked = (rows(each.leaves, subject.candidate.signature) for each in (candidate, subject.candidate))

@@ -18,13 +18,13 @@ from trimtab.evaluation.reference import Reference
 from trimtab.measure.parity import compare_outputs
 from trimtab.tensors.structure import cloned, flatten, unflatten
 
-MADE_AGAIN = "An index made with the original must be made again."
+REINDEX = "An index made with the original must be made again."
 """The end of the note about embeddings that moved."""
 FEATURES, ALIKE, MOST_CALLS = 32, 0.99, 16
 """Numbers of a vector, and mean cosine, from which on outputs count as the same embedding; calls that are compared."""
 
 
-def faithful(
+def output_parity(
     reference: Reference,
     outputs: Sequence[Any],
     full: Signature,
@@ -47,7 +47,7 @@ def faithful(
     return compare_outputs(reference.nested(), outputs, exact=exact, max_error=most, scored=scored, specs=specs, gated=gated)
 
 
-def writes_otherwise(
+def write_mismatch(
     executable: Executable, original: nn.Module, candidate: Candidate, *, exact: bool, max_error: float | None
 ) -> str | None:
     """Why in-place writes to the inputs of ``candidate`` differ from the model's, or ``None`` if they match."""
@@ -73,8 +73,8 @@ def writes_otherwise(
     return None
 
 
-def moved(recipe: Recipe, candidate: Candidate, original: nn.Module) -> tuple[str, ...]:
-    """A note if the model that ``recipe`` made of ``original`` gives other vectors, where nothing but vectors is known of them.
+def embedding_note(recipe: Recipe, candidate: Candidate, original: nn.Module) -> tuple[str, ...]:
+    """A note if the outputs of the compressed model are embeddings that differ from those of ``original``.
 
     Without labels outputs of shape ``(examples, features)`` are embeddings, which are compared with those of other inputs. A
     score can hold although they moved: a sentence encoder with half of its layers had a mean cosine of 0.83.
@@ -94,4 +94,4 @@ def moved(recipe: Recipe, candidate: Candidate, original: nn.Module) -> tuple[st
             cosines.append(torch.nn.functional.cosine_similarity(*pairs[0], dim=1))
     if (mean := float(torch.cat(cosines).mean())) >= ALIKE:
         return ()
-    return (f"Its vectors moved: their mean cosine with the original's is {mean:.2f}. {MADE_AGAIN}",)
+    return (f"Its vectors moved: their mean cosine with the original's is {mean:.2f}. {REINDEX}",)

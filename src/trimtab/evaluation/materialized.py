@@ -33,7 +33,7 @@ from trimtab.tensors.weights import weight_bytes
 MODEL, DATA, FACTS = "model.pt", "data.pt", "materialized.json"
 MOST_OF_DISK = 0.5
 """Maximum share of the free disk space that the model or the data may take."""
-LEAST_SAID_S = 0.5
+LEAST_NOTED_S = 0.5
 """Seconds of reading from which on a note states them."""
 CLOSE = 1e-3
 """Relative and absolute tolerance between outputs of the model and of its copy from disk, whose weights are bit-identical."""
@@ -50,9 +50,9 @@ def materialize(subject: Subject, folder: pathlib.Path, reading_s: float = 0.0) 
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    reasons = {"model": _written_model(subject, folder / MODEL), "data": _written_data(subject, folder / DATA)}
+    reasons = {"model": _write_model(subject, folder / MODEL), "data": _write_data(subject, folder / DATA)}
     write_json(folder / FACTS, {"notes": list(subject.notes), **{name: reason is None for name, reason in reasons.items()}})
-    each_s = f" ({reading_s:.0f} s each time)" if reading_s >= LEAST_SAID_S else ""
+    each_s = f" ({reading_s:.0f} s each time)" if reading_s >= LEAST_NOTED_S else ""
     again = {"model": "builds the model again", "data": f"reads the data again{each_s}"}
     return [f"Every process of the study {again[name]}: {why}." for name, why in reasons.items() if why is not None]
 
@@ -76,8 +76,8 @@ def materialized(workload: Workload, folder: pathlib.Path, scratch: pathlib.Path
     return Subject(workload=workload, candidate=candidate, splits=splits, notes=tuple(facts["notes"]))
 
 
-def _written_model(subject: Subject, path: pathlib.Path) -> str | None:
-    """Why the model cannot be written and read again; ``None`` if it was."""
+def _write_model(subject: Subject, path: pathlib.Path) -> str | None:
+    """Write the model and read it again. Returns why that failed; ``None`` if it did not."""
     candidate = subject.candidate
     if (reason := _too_large(weight_bytes(candidate.model), path)) is not None:
         return reason
@@ -112,8 +112,8 @@ def _outputs(model: nn.Module, candidate: Candidate) -> list[torch.Tensor]:
         return flatten(call_model(model, candidate.signature.input_structure, candidate.leaves), "output")[0]
 
 
-def _written_data(subject: Subject, path: pathlib.Path) -> str | None:
-    """Why the data cannot be written; ``None`` if it was."""
+def _write_data(subject: Subject, path: pathlib.Path) -> str | None:
+    """Write the data. Returns why that failed; ``None`` if it did not."""
     candidate = dataclasses.replace(subject.candidate, model=nn.Identity(), teacher=None, scratch=None)
     splits, calls = _compact_splits(subject.splits), _compact(list(candidate.calibration))
     batches = {id(batch): batch for part in (splits.calibration, splits.selection, splits.test) for batch in part}

@@ -67,12 +67,12 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None, *, compress
     with user_code("The workload's model could not be built", "Call the function that makes it yourself."):
         model = workload.build_model()
     _check_model(model)
-    notes += _in_training(model)
+    notes += _training_mode_note(model)
     model.eval()
     args, kwargs = as_call(workload.inputs)
     _check_example(model, args, kwargs, workload.stated_dims or {})
     rows = _rows(args, kwargs)
-    judge = Judge(model, tolerance(model, ROUNDING), _stated_otherwise(workload))
+    judge = Judge(model, tolerance(model, ROUNDING), _other_batch_axis(workload))
     splits = split(workload, rows if _calibrates(workload) and _batch_is_fixed(workload) else None, judge)
     recorded = _recorded(workload, model, splits)
     calls = [] if workload.dynamic is not None else _known_specs(workload, model, splits, recorded)
@@ -85,19 +85,19 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None, *, compress
         if workload.dynamic is not None or not dynamic:
             raise
         candidate = as_far_as_it_goes(make, dynamic, calls, notes)
-        if candidate.signature.batch is None and _calibrates(workload) and _is_lasting(workload):
+        if candidate.signature.batch is None and _calibrates(workload) and _is_rereadable(workload):
             splits = split(workload, rows, judge)  # batches of unequal sizes were cut by trimtab
     if workload.dynamic is not None:
         _check_stated(workload, candidate, splits)
         candidate = dataclasses.replace(candidate, all_sizes=True)
     candidate = _with_batch_axis(candidate, judge, notes)
-    notes += _writing(candidate)
+    notes += _write_note(candidate)
     some = recorded[:: -(-len(recorded) // MOST_CALIBRATION) or 1]
     calibration = [batch.call for batch in splits.calibration] if _calibrates(workload) else some
     candidate = dataclasses.replace(candidate, calibration=tuple(calibration))
     if compress:
-        training, told = training_examples(workload, splits, candidate.signature)
-        candidate, notes = dataclasses.replace(candidate, training=training, teacher=model), [*notes, *told]
+        training, more = training_examples(workload, splits, candidate.signature)
+        candidate, notes = dataclasses.replace(candidate, training=training, teacher=model), [*notes, *more]
     with user_code("The workload's student could not be built", "Call the function that makes it yourself."):
         student = workload.build_student()
     if student is not None:
@@ -108,7 +108,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None, *, compress
             f"The model returns no tensor: its output is {nothing!r}. Return what it computes from its forward."
         )
     if not splits.selection or not splits.test:
-        stand_ins = _stand_ins(candidate)
+        stand_ins = _resampled_batches(candidate)
         splits = dataclasses.replace(splits, selection=splits.selection or stand_ins, test=stand_ins)
     return Subject(workload=workload, candidate=candidate, splits=splits, notes=(*notes, *splits.notes))
 
@@ -189,7 +189,7 @@ def _index_of(workload: Workload, shapes: Sequence[torch.Size]) -> int | None:
     return None
 
 
-def _in_training(model: nn.Module) -> list[str]:
+def _training_mode_note(model: nn.Module) -> list[str]:
     """A note if the model or a part of it came in training mode."""
     if getattr(model, "training", False):
         return ["The model came in training mode; it is measured, and ships, in evaluation mode."]
@@ -201,7 +201,7 @@ def _in_training(model: nn.Module) -> list[str]:
     return [f"A part of the model came in training mode: {parts[0]}{more}. It is measured, and ships, in evaluation mode."]
 
 
-def _writing(candidate: Candidate) -> list[str]:
+def _write_note(candidate: Candidate) -> list[str]:
     """A note if the model writes to its inputs, which not every runtime does by itself."""
     names = " and ".join(repr(name) for name in candidate.signature.writes)
     if not names:
@@ -218,7 +218,7 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return leaves[0].shape[0] if leaves[0].dim() else None
 
 
-def _is_lasting(workload: Workload) -> bool:
+def _is_rereadable(workload: Workload) -> bool:
     """Whether the data can be read again; ``False`` for a generator."""
     labelled = () if workload.evaluation is None else (workload.evaluation.data, workload.evaluation.test)
     return not any(isinstance(data, Iterator) for data in (workload.calibration, *labelled))
@@ -227,7 +227,7 @@ def _is_lasting(workload: Workload) -> bool:
 def _batch_is_fixed(workload: Workload) -> bool:
     """Whether the workload states dynamic dimensions, and none of them is the first axis or the batch."""
     first = any(0 in axes for axes in (workload.stated_dims or {}).values())
-    return workload.dynamic is not None and not first and _stated_otherwise(workload) is None
+    return workload.dynamic is not None and not first and _other_batch_axis(workload) is None
 
 
 def _check_example(
@@ -342,7 +342,7 @@ def _dims(workload: Workload, calls: Sequence[Specs], judge: Judge, notes: list[
     return dims
 
 
-def _stated_otherwise(workload: Workload) -> str | None:
+def _other_batch_axis(workload: Workload) -> str | None:
     """Why the workload's statements make the first axis another axis than the batch; ``None`` if they do not."""
     stated = workload.stated_dims or {}
     if any(axes[0].name.lower() in BATCHES for axes in stated.values() if 0 in axes):
@@ -384,7 +384,7 @@ def _answer_along(candidate: Candidate, name: str) -> Answer:
     return answer
 
 
-def _stand_ins(candidate: Candidate) -> tuple[Batch, ...]:
+def _resampled_batches(candidate: Candidate) -> tuple[Batch, ...]:
     """The example, and copies with values resampled from the example that the model accepts."""
     generator = torch.Generator().manual_seed(0)
     structure = candidate.signature.input_structure
@@ -408,7 +408,7 @@ def _accepts(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> bool:
     return not any(not is_discrete(leaf.dtype) and leaf.isnan().any() for leaf in found)
 
 
-def fresh(subject: Subject, seed: int = 1) -> Candidate:
+def fresh_inputs(subject: Subject, seed: int = 1) -> Candidate:
     """The candidate with inputs of the same shapes that the search has not seen: from the test data, else resampled."""
     candidate = subject.candidate
     own = _is_plain(subject.workload) and subject.splits.test is not subject.splits.selection

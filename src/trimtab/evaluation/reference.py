@@ -87,7 +87,7 @@ class Reference:
         return cls(outputs=outputs, structures=structures, scores=scores)
 
 
-def refer(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> Reference:
+def reference_of(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> Reference:
     """Run ``call`` over ``batches`` and score the outputs.
 
     Raises:

@@ -24,9 +24,9 @@ from trimtab.evaluation.reference import Reference
 from trimtab.tensors.structure import leaves_of
 from trimtab.tensors.weights import parts, raw
 
-LOOKS = "looks.safetensors"
+SUMS_FILE = "looks.safetensors"
 """File in the folder of the reference: the sums of inputs and data in the dry run."""
-LOOKED_AT = 1 << 16
+MAX_SUMMED = 1 << 16
 """Maximum values of one tensor that are summed, spread evenly over it: data may be large, and every trial reads it."""
 SUMS = 4
 """Number of weighted sums that identify a tensor."""
@@ -40,11 +40,11 @@ OTHER_CALIBRATION = (
 )
 
 
-def keep(folder: pathlib.Path, subject: Subject) -> None:
+def save_sums(folder: pathlib.Path, subject: Subject) -> None:
     """Write the sums of inputs and data into ``folder``, for other processes to compare."""
-    seen = {"inputs": look(subject.candidate.leaves), "selection": _selection(subject), "calibration": _calibration(subject)}
+    seen = {"inputs": sums_of(subject.candidate.leaves), "selection": _selection(subject), "calibration": _calibration(subject)}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(seen, folder / LOOKS)
+    save_file(seen, folder / SUMS_FILE)
 
 
 def check_inputs(job: Mapping[str, Any], leaves: Iterable[torch.Tensor]) -> None:
@@ -53,7 +53,7 @@ def check_inputs(job: Mapping[str, Any], leaves: Iterable[torch.Tensor]) -> None
     Raises:
         WorkloadError: they differ.
     """
-    if not _alike(_kept(job)["inputs"], look(leaves)):
+    if not _equal_sums(_saved_sums(job)["inputs"], sums_of(leaves)):
         raise WorkloadError(
             "The workload's inputs are others each time that it is read, so that nothing measured of one process holds for "
             f"another. Seed what draws them ({SEEDS}), or load them from a file."
@@ -68,21 +68,21 @@ def check_data(job: Mapping[str, Any], subject: Subject) -> None:
         WorkloadError: they differ.
     """
     check_inputs(job, subject.candidate.leaves)
-    if not _alike(_kept(job)["selection"], _selection(subject)):
+    if not _equal_sums(_saved_sums(job)["selection"], _selection(subject)):
         raise WorkloadError(
             "The workload's data is other data each time that it is read, so that outputs would be held against those for "
             f"other examples. Seed what draws or orders it ({SEEDS}), sort what comes out of a set, or load it from a file."
         )
 
 
-def calibrates_otherwise(job: Mapping[str, Any], subject: Subject) -> bool:
+def calibration_differs(job: Mapping[str, Any], subject: Subject) -> bool:
     """Whether the calibration data differs from that of the dry run. That is no error, but a reason to note."""
-    return not _alike(_kept(job)["calibration"], _calibration(subject))
+    return not _equal_sums(_saved_sums(job)["calibration"], _calibration(subject))
 
 
-def look(values: Iterable[Any]) -> torch.Tensor:
-    """Weighted sums of ``values``, of any size: rows of a figure and its tolerance."""
-    rows = [row for leaf in leaves_of(list(values)) for row in _figures(leaf)]
+def sums_of(values: Iterable[Any]) -> torch.Tensor:
+    """Weighted sums of ``values``, whatever their size: rows of a sum and its tolerance."""
+    rows = [row for leaf in leaves_of(list(values)) for row in _leaf_sums(leaf)]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
 
 
@@ -90,10 +90,10 @@ def fingerprint(subject: Subject, reference: Reference | None = None) -> str:
     """Sixteen hex digits of weights, example inputs and, with ``reference``, outputs and scores, which depend on data."""
     digest = hashlib.blake2b(digest_size=8)
     outputs = () if reference is None else reference.outputs[0]
-    _absorb(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
+    _update_digest(digest, (*subject.model.state_dict().items(), *enumerate((*subject.candidate.leaves, *outputs))))
     if (student := subject.candidate.student) is not None:
         digest.update(str(student).encode())
-        _absorb(digest, student.state_dict().items())
+        _update_digest(digest, student.state_dict().items())
     if reference is not None:
         evaluation = subject.workload.evaluation
         gated = None if evaluation is None else evaluation.outputs
@@ -106,7 +106,7 @@ def weights_of(model: nn.Module) -> dict[str, str]:
     found = {}
     for what, items in (("parameters", model.parameters()), ("buffers", model.buffers())):
         digest = hashlib.blake2b(digest_size=8)
-        _absorb(digest, enumerate(items))
+        _update_digest(digest, enumerate(items))
         found[what] = digest.hexdigest()
     return found
 
@@ -125,25 +125,25 @@ def check_weights(job: Mapping[str, Any], model: nn.Module, *what: str) -> None:
         )
 
 
-def _kept(job: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return load_file(pathlib.Path(job["reference"]) / LOOKS)
+def _saved_sums(job: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return load_file(pathlib.Path(job["reference"]) / SUMS_FILE)
 
 
 def _selection(subject: Subject) -> torch.Tensor:
-    return look((batch.inputs, batch.target) for batch in subject.splits.selection)
+    return sums_of((batch.inputs, batch.target) for batch in subject.splits.selection)
 
 
 def _calibration(subject: Subject) -> torch.Tensor:
-    return look((args, dict(kwargs)) for args, kwargs in subject.candidate.calibration)
+    return sums_of((args, dict(kwargs)) for args, kwargs in subject.candidate.calibration)
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal_sums(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return bool(((one[:, 0] - other[:, 0]).abs() <= torch.maximum(one[:, 1], other[:, 1])).all())
 
 
-def _figures(leaf: Any) -> Iterator[tuple[float, float]]:
+def _leaf_sums(leaf: Any) -> Iterator[tuple[float, float]]:
     """Sums of a tensor or constant, each with its tolerance; nothing for other values."""
     if isinstance(leaf, float):
         leaf = torch.tensor(leaf, dtype=torch.float64)
@@ -153,7 +153,7 @@ def _figures(leaf: Any) -> Iterator[tuple[float, float]]:
         return
     yield float(zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode())), 0.0
     values = leaf.detach().reshape(-1)
-    values = values[:: values.numel() // LOOKED_AT + 1].cpu()
+    values = values[:: values.numel() // MAX_SUMMED + 1].cpu()
     values = torch.view_as_real(values.resolve_conj()).sum(1) if values.is_complex() else values
     values = values.to(torch.float64).nan_to_num()
     values = torch.where(values.abs() > LARGE, values.sign(), values)
@@ -164,10 +164,10 @@ def _figures(leaf: Any) -> Iterator[tuple[float, float]]:
 @functools.cache
 def _weights() -> torch.Tensor:
     """Weights of the sums, equal in every process."""
-    return 2 * torch.rand(SUMS, LOOKED_AT, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1
+    return 2 * torch.rand(SUMS, MAX_SUMMED, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1
 
 
-def _absorb(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> None:
+def _update_digest(digest: hashlib.blake2b, items: Iterable[tuple[object, Any]]) -> None:
     for name, tensor in items:
         digest.update(str(name).encode())
         if isinstance(tensor, torch.Tensor):

@@ -8,7 +8,7 @@ from trimtab.core.measurement import QUIET, Comparison, Interval
 from trimtab.core.trial import Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.evaluation.evaluate import Objective
-from trimtab.evaluation.fidelity import MADE_AGAIN
+from trimtab.evaluation.fidelity import REINDEX
 from trimtab.study import ranking
 from trimtab.study.result import Best
 from trimtab.study.samplers.ladder import as_written
@@ -34,7 +34,7 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
         words += f" and {tuned.single()} the tuned original"
         words += "" if tuned.unclear else f" ({tuned.bounds()})"
     words += _cost(study, found)
-    words += "." + "".join(f" {note}" for note in found.trial.notes if note.endswith(MADE_AGAIN)) + interval_mismatch(found)
+    words += "." + "".join(f" {note}" for note in found.trial.notes if note.endswith(REINDEX)) + interval_mismatch(found)
     return words + (f" Faster in the search, but not confirmed: {' '.join(lost)}" if lost else "")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from trimtab.core.settings import Settings
 from trimtab.errors import WorkloadError
-from trimtab.evaluation.training.workload import TrainingSubject, loader, refuse_parts, seeded
+from trimtab.evaluation.training.workload import TrainingSubject, loader, refuse_split_batches, seed_all
 from trimtab.measure.host import waits
 from trimtab.measure.timer import BLOCK_S, LocalRunner, Sample, gc_disabled, pace, synchronizer
 from trimtab.train.autotune.auto_settings import shapes
@@ -24,8 +24,8 @@ WAITED = 0.1
 """An update counts as waiting if waiting for data takes this share of it."""
 SAMPLED_S = 0.3
 """Longest update that is timed alone: dozens of them are needed."""
-PATIENT = 4
-"""The loader is fast enough if no update waited for this many times the batches that it reads ahead."""
+DRAIN_FACTOR = 4
+"""The loader is no bottleneck if no update waits while this many times its read-ahead batches are used."""
 
 
 class _Timed(World):
@@ -58,21 +58,21 @@ class Updates:
         self._on_gpu = torch.device(settings.device).type == "cuda"
         self._world = _Timed()
         self._trainer = trainer = subject.trainer(settings, seed, world=self._world)
-        seeded(seed)
+        seed_all(seed)
         begun = time.perf_counter()
         batches = loader(subject.training)
-        self._workers = -(-(workers_of(batches) or 0) // settings.data.accumulate)
+        self._burst = -(-(workers_of(batches) or 0) // settings.data.accumulate)
         """Updates that a burst of batches is enough for: one batch from each worker."""
-        self._ahead = self._workers * _prefetched(batches)
-        """Updates for which batches may be ready when a block begins; 0 where that is nothing unusual."""
+        self._read_ahead = self._burst * _prefetch_factor(batches)
+        """Updates for which batches may be ready when a block begins; 0 if the loader is no bottleneck."""
         self._updates = trainer.updates(batches, steps=ENDLESS)
         self._update()
         self._wait()
         self.first_s = time.perf_counter() - begun
-        """What the first update took, with everything that had to be set up or compiled for it."""
+        """Seconds of the first update, set-up and compilation included."""
         self.notes = tuple(trainer.notes)
-        refuse_parts(trainer)
-        alone = not (self._on_gpu or self._workers) and len(shapes(subject.batches)) == 1
+        refuse_split_batches(trainer)
+        alone = not (self._on_gpu or self._burst) and len(shapes(subject.batches)) == 1
         quick = alone and waits(self.pid) and self.block(1)[0] <= 1e9 * SAMPLED_S
         self.threads = torch.get_num_threads() if quick else None
         """Threads that compute an update. ``None`` if single updates are not alike or not computed by this process alone, if
@@ -81,18 +81,18 @@ class Updates:
     def block(self, calls: int) -> list[int]:
         """Nanoseconds per update, over ``calls`` updates."""
         with gc_disabled():
-            if self._ahead:
+            if self._read_ahead:
                 self._drain()
             elif self._on_gpu:
                 self._update()
-            made = -(-calls // self._workers) * self._workers if self._ahead else calls
+            made = -(-calls // self._burst) * self._burst if self._read_ahead else calls
             self._wait()
             begun = time.perf_counter_ns()
             for _ in range(made):
                 self._update()
             self._wait()
             taken = time.perf_counter_ns() - begun
-        refuse_parts(self._trainer)
+        refuse_split_batches(self._trainer)
         if self._on_gpu:
             torch.cuda.empty_cache()
         return [taken // made] * calls
@@ -100,7 +100,7 @@ class Updates:
     def samples(self, count: int, calls: int) -> list[Sample]:
         """``count`` samples of ``calls`` updates each, with the share of time in which threads waited for a core."""
         found = LocalRunner(self._update).samples(count, calls)
-        refuse_parts(self._trainer)
+        refuse_split_batches(self._trainer)
         return found
 
     def _update(self) -> None:
@@ -124,20 +124,20 @@ class Updates:
         A single short wait is not counted: for tiny updates, handing over a batch that is ready looks like waiting.
         """
         clock, begun = self._world.clock, time.perf_counter()
-        for made in range(1, PATIENT * self._ahead + 1):
+        for made in range(1, DRAIN_FACTOR * self._read_ahead + 1):
             clock.take()
             self._update()
             spent = clock.take()
             waited = spent["data"] > WAITED * sum(spent.values())
-            if waited and (made >= self._ahead or time.perf_counter() - begun > BLOCK_S):
+            if waited and (made >= self._read_ahead or time.perf_counter() - begun > BLOCK_S):
                 return
-        self._ahead = 0
+        self._read_ahead = 0
 
     def pace(self) -> int:
         """Nanoseconds of the fixed piece of work on this core."""
         return pace()
 
 
-def _prefetched(batches: Iterable[Batch]) -> int:
+def _prefetch_factor(batches: Iterable[Batch]) -> int:
     """Batches that each worker of a loader reads ahead."""
     return getattr(batches, "prefetch_factor", None) or getattr(batches, "prefetch", None) or 2

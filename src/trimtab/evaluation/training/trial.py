@@ -10,7 +10,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.errors import NonFiniteError
 from trimtab.evaluation.confirm import Confirmation
-from trimtab.evaluation.evaluate import Plan, ended, ours, per_second, stage
+from trimtab.evaluation.evaluate import Plan, as_trial, own_pids, per_second, stage
 from trimtab.evaluation.training.timer import Updates
 from trimtab.evaluation.training.workload import TrainingSubject
 from trimtab.measure.memory import PeakMemory
@@ -31,7 +31,7 @@ def try_recipe(recipe: Recipe, subject: TrainingSubject, reference: BaselineLoss
 
     ``baseline`` makes updates as written, in a process of its own.
     """
-    return ended(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, figures))
+    return as_trial(recipe, lambda figures: _pipeline(recipe, subject, reference, baseline, plan, figures))
 
 
 def _pipeline(
@@ -48,14 +48,14 @@ def _pipeline(
     if not recipe.exact and (coarse := subject.rounded(settings, plan.limits.max_error)):
         return State.MISMATCH, coarse
     if figures["drop"].decided is False:
-        return State.STOPPED, f"Rule 'loss': {too_high(figures['drop'], reference)}"
+        return State.STOPPED, f"Rule 'loss': {loss_too_high(figures['drop'], reference)}"
     with stage("first updates"), PeakMemory() as peak:
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
     notes = (*((STILL,) if figures["parity"].still else ()), *runner.notes)
     figures |= {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "notes": notes}
     with stage("first timing"):
-        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=ours(baseline))
+        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=own_pids(baseline))
     figures |= timed(first, subject)
     if first.ratio.high < plan.floor:
         return State.STOPPED, (
@@ -63,24 +63,24 @@ def _pipeline(
             f"{plan.floor:.2f}, which is what it would need to come near the best so far."
         )
     with stage("timing"):
-        found, remark = settled(runner, baseline, plan)
+        found, remark = trial_timing(runner, baseline, plan)
     figures |= timed(found, subject)
     figures["notes"] += tuple(words for words in (remark, found.doubt) if words is not None)
     return State.COMPLETE, None
 
 
-def settled(runner: Runner, baseline: Runner, plan: Plan) -> tuple[Comparison, str | None]:
+def trial_timing(runner: Runner, baseline: Runner, plan: Plan) -> tuple[Comparison, str | None]:
     """The timing of a trial, and a sentence if it is the second one.
 
     A timing that leaves an apparent gain of :data:`WORTH` over ``plan.over`` open is made again, for ``plan.again_s``, if an
     interval half as wide would show it. Only the second counts, so that the luck of the first is not in its figures.
     """
-    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
+    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline))
     before, over = found.ratio, plan.over
     open_yet = before.low <= over < before.value / WORTH and before.low * before.value > over * over
     if plan.again_s <= plan.seconds or not open_yet:
         return found, None
-    found = compare(runner, baseline, width=plan.width, seconds=plan.again_s, pids=ours(baseline))
+    found = compare(runner, baseline, width=plan.width, seconds=plan.again_s, pids=own_pids(baseline))
     return found, f"It was timed again for longer, because a first timing left open whether it gains: {before.multiple()}."
 
 
@@ -99,10 +99,10 @@ def confirm(
     with PeakMemory() as peak:
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
-    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=ours(baseline))
+    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline))
     figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "baseline_score": reference.final}
-    reason = _unfaithful(recipe, figures["parity"], figures.get("drop"), reference)
-    reason = reason or _over(figures["peak_mb"], plan) or (_unproven(found) if must_win else None)
+    reason = _loss_problem(recipe, figures["parity"], figures.get("drop"), reference)
+    reason = reason or _memory_problem(figures["peak_mb"], plan) or (_gain_problem(found) if must_win else None)
     undecided = reason is not None and must_win and found.ratio.doubtful
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, loaded=False, undecided=undecided, **figures)
 
@@ -134,7 +134,7 @@ def timed(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
     }
 
 
-def too_high(drop: Drop, reference: BaselineLosses) -> str:
+def loss_too_high(drop: Drop, reference: BaselineLosses) -> str:
     """A sentence about a loss that ends up above the limit."""
     return (
         f"The loss ends up {drop.value:.4g} (at least {drop.low:.4g}) above the {reference.final:.4g} as written, over the "
@@ -142,7 +142,7 @@ def too_high(drop: Drop, reference: BaselineLosses) -> str:
     )
 
 
-def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, reference: BaselineLosses) -> str | None:
+def _loss_problem(recipe: Recipe, found: Parity, drop: Drop | None, reference: BaselineLosses) -> str | None:
     if not found.ok:
         return f"From other parameters: {found.reason}"
     if drop is not None and (drop.decided is False or (drop.decided is None and not recipe.exact)):
@@ -153,14 +153,14 @@ def _unfaithful(recipe: Recipe, found: Parity, drop: Drop | None, reference: Bas
     return None
 
 
-def _over(peak_mb: float, plan: Plan) -> str | None:
+def _memory_problem(peak_mb: float, plan: Plan) -> str | None:
     limit = plan.limits.memory_mb
     if limit is None or peak_mb <= limit:
         return None
     return f"Measured again, its peak memory is {peak_mb:.4g} MB; the limit is {limit:g} MB."
 
 
-def _unproven(found: Comparison) -> str | None:
+def _gain_problem(found: Comparison) -> str | None:
     ratio = found.ratio
     if ratio.doubtful:
         cause = "the updates are too slow to tell in the time for it" if found.few else "the machine was too busy to tell"

@@ -36,13 +36,13 @@ from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Event, Progressed
 from trimtab.train.trainer import Trainer
 
-SHAKEN = (11, 12)
+PERTURBATION_SEEDS = (11, 12)
 """Seeds of the runs whose parameters are perturbed."""
-REPEATS = 0.01
+MAX_DIFFERENCE = 0.01
 """Relative difference between the first losses of two runs from one seed that rounding cannot explain."""
-EPOCHS_APART = 1000
+EPOCH_OFFSET = 1000
 """Distance between the epochs of one seed and of the next, for a loader whose order depends on the epoch."""
-_IN_PARTS = (
+_SPLIT_BATCHES = (
     "There is not enough memory for whole batches beside what other processes hold on the device, such as the other side of "
     "the comparison: an update was made in parts, whose time and losses say nothing of these settings. Give smaller batches."
 )
@@ -93,7 +93,7 @@ class TrainingSubject:
         return step.blocked(self.candidate)
 
     @functools.cached_property
-    def gathering(self) -> frozenset[str]:
+    def statistics_modules(self) -> frozenset[str]:
         """The names of modules that update statistics in training."""
         trainer = self.trainer(self.settings, self.workload.seed)
         before = float_buffers(trainer.model)
@@ -127,13 +127,13 @@ class TrainingSubject:
         if shake is not None:
             shaken(trainer.model, shake)
         if still:
-            trainer.context.modes = DropoutOff(trainer.model, self.gathering)
-        seeded(seed)
+            trainer.context.modes = DropoutOff(trainer.model, self.statistics_modules)
+        seed_all(seed)
         before = _generators()
         with user_code("The training failed"):
             summary = trainer.fit(self.batches, steps=self.updates)
         drew = any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=False))
-        refuse_parts(trainer)
+        refuse_split_batches(trainer)
         if len(found) < self.updates:
             kind = NonFiniteError if settings.optimizer.nonfinite == "stop" and trainer.position.skipped else WorkloadError
             raise kind(
@@ -161,9 +161,9 @@ class TrainingSubject:
                 f"Of the last {len(last)} losses as written fewer than {least} are finite, so that others cannot be "
                 "compared with them. Lower the learning rate, or clip with OptimizerSettings(clip_norm=1.0)."
             )
-        others = [self.losses(self.settings, seed=seed, shake=s) for s in SHAKEN]
+        others = [self.losses(self.settings, seed=seed, shake=s) for s in PERTURBATION_SEEDS]
         for other in others:
-            if abs(other[0] - losses[0]) > REPEATS * abs(losses[0]):
+            if abs(other[0] - losses[0]) > MAX_DIFFERENCE * abs(losses[0]):
                 raise WorkloadError(
                     f"Two runs from the same seed begin with different losses, {losses[0]:.6g} and {other[0]:.6g}, so nothing "
                     "can be said of other settings. Something is kept from run to run, or has a generator of its own: make "
@@ -175,10 +175,10 @@ class TrainingSubject:
         """The losses of a training without random numbers; ``None`` if the model cannot train so."""
         try:
             losses, drew = self._run(self.settings, seed, still=True)
-            shaken_too = [] if drew else [self.losses(self.settings, seed=seed, shake=s, still=True) for s in SHAKEN]
+            perturbed = [] if drew else [self.losses(self.settings, seed=seed, shake=s, still=True) for s in PERTURBATION_SEEDS]
         except WorkloadError:  # some models fail or differ in evaluation mode, and are judged with random numbers
             return None
-        return None if drew else BaselineLosses.of(losses, shaken_too)
+        return None if drew else BaselineLosses.of(losses, perturbed)
 
 
 def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> TrainingSubject:
@@ -199,11 +199,11 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
             f"The training of the workload {workload.name!r} has no optimizer=..., which only compression can do without: give "
             "a function of the parameters, such as torch.optim.AdamW."
         )
-    settings, notes = decided(training.settings)
-    seeded(workload.seed if seed is None else seed)
+    settings, notes = without_auto(training.settings)
+    seed_all(workload.seed if seed is None else seed)
     with user_code("The workload's data could not be loaded", "Go through the loader yourself once."):
-        apart = 0 if seed is None else EPOCHS_APART * abs(seed - workload.seed)
-        batches = first(loader(training), updates * settings.data.accumulate, epoch=apart)
+        offset = 0 if seed is None else EPOCH_OFFSET * abs(seed - workload.seed)
+        batches = first_batches(loader(training), updates * settings.data.accumulate, epoch=offset)
     with user_code("The workload's model, loss or optimizer failed", "Make an update with them yourself."):
         trainer = _trainer(workload, training, settings, workload.seed)
         if lazy := [name for name, value in trainer.model.state_dict().items() if is_lazy(value)]:
@@ -223,7 +223,7 @@ def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> Tr
     )
 
 
-def decided(settings: Settings) -> tuple[Settings, list[str]]:
+def without_auto(settings: Settings) -> tuple[Settings, list[str]]:
     """``settings`` without ``"auto"`` and ``adjust``, and a note if there were any."""
     off = {**OFF, "data.micro_batch": None}
     auto = {name: value for name, value in off.items() if settings.value(name) == "auto"}
@@ -258,7 +258,7 @@ def loader(training: Training) -> Iterable[Batch]:
     return _Reiterable(training.data, made) if isinstance(made, Iterator) else made
 
 
-def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch]:
+def first_batches(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch]:
     """The first ``count`` batches from the beginning of ``epoch`` on, over as many epochs as needed.
 
     ``set_epoch`` is called on a loader whose order depends on the epoch. Other orders come from the random generators.
@@ -286,10 +286,10 @@ def first(batches: Iterable[Batch], count: int, *, epoch: int = 0) -> list[Batch
 
 def _trainer(workload: Workload, training: Training, settings: Settings, seed: int, **more: Any) -> Trainer:
     """A trainer of this process alone, even under a launcher: single-process trainings are compared."""
-    seeded(seed)
+    seed_all(seed)
     assert training.optimizer is not None, "checked in prepared"
     return Trainer(
-        built(workload),
+        new_model(workload),
         loss=copied(training.loss) if isinstance(training.loss, nn.Module) else training.loss,  # may have trained parameters
         optimizer=training.optimizer,
         schedule=training.schedule,
@@ -298,13 +298,13 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
     )
 
 
-def refuse_parts(trainer: Trainer) -> None:
+def refuse_split_batches(trainer: Trainer) -> None:
     """Refuse to time a run whose batches were split for want of memory."""
     if trainer.context.fit.memory_plan.sizer.limit is not None:
-        raise WorkloadError(_IN_PARTS)
+        raise WorkloadError(_SPLIT_BATCHES)
 
 
-def built(workload: Workload) -> nn.Module:
+def new_model(workload: Workload) -> nn.Module:
     """A new model in training mode."""
     model = workload.build_model()
     if model is not workload.model:
@@ -321,7 +321,7 @@ def _generators() -> list[torch.Tensor]:
     return [state["torch"], *state["cuda"], *([] if state["mps"] is None else [state["mps"]])]
 
 
-def seeded(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Seed every generator that a model, a loader or an augmentation may use."""
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -36,27 +36,27 @@ from trimtab.errors import ArtifactError, StorageError, TrimtabError
 from trimtab.evaluation import reproducibility
 from trimtab.evaluation.baseline_export import baseline_speedup
 from trimtab.evaluation.code_fingerprint import code_of
-from trimtab.evaluation.confirm import Confirmation, confirm, in_start, judge, load
+from trimtab.evaluation.confirm import Confirmation, confirm, judge, load, time_start
 from trimtab.evaluation.evaluate import (
     MODEL,
     TORCH_THREADS,
     Plan,
     apply_passes,
+    build,
+    concurrent_requests,
     evaluate,
+    files_complete,
     load_saved,
     one_call,
     rows,
     runner_for,
     save,
     stage,
-    start,
-    together,
-    whole,
 )
 from trimtab.evaluation.explain import explain
 from trimtab.evaluation.materialized import materialize, materialized
-from trimtab.evaluation.prepared_workload import Subject, fresh, prepare, refuse_nan
-from trimtab.evaluation.reference import Reference, least_drop, refer
+from trimtab.evaluation.prepared_workload import Subject, fresh_inputs, prepare, refuse_nan
+from trimtab.evaluation.reference import Reference, least_drop, reference_of
 from trimtab.execution.preloaded_imports import imports_noted, threads_unseen
 from trimtab.execution.workload_transfer import authkey
 from trimtab.hardware.environment import Environment, measured_peaks
@@ -155,20 +155,20 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         subject = prepare(workload, compress=_compresses(job))
         reading_s = time.monotonic() - begun
         weights_found = reproducibility.weights_of(subject.model)
-        reproducibility.keep(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
+        reproducibility.save_sums(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
         again = materialize(subject, pathlib.Path(job["prepared"]), reading_s)
-        call = start(Recipe.from_json(job["recipe"]), subject.candidate)[0]
+        call = build(Recipe.from_json(job["recipe"]), subject.candidate)[0]
         evaluation = subject.workload.evaluation
-        doublets = leakage.check(subject.splits, evaluation)
-        reference = refer(call, subject.splits.selection, evaluation)
-        halves = {"selection": (reference, subject.splits.selection)}
+        duplicates = leakage.check(subject.splits, evaluation)
+        reference = reference_of(call, subject.splits.selection, evaluation)
+        parts = {"selection": (reference, subject.splits.selection)}
         if subject.splits.test is not subject.splits.selection:  # otherwise the test data would fail only after the search
-            halves["test"] = (refer(call, subject.splits.test, evaluation), subject.splits.test)
+            parts["test"] = (reference_of(call, subject.splits.test, evaluation), subject.splits.test)
         for args, kwargs in subject.candidate.calibration[:1]:
             with user_code("The model failed on the calibration data", BY_HAND):
                 call(*args, **kwargs)
         refuse_nan(subject.candidate)
-        found = {} if evaluation is None else {name: least_drop(evaluation, *half) for name, half in halves.items()}
+        found = {} if evaluation is None else {name: least_drop(evaluation, *part) for name, part in parts.items()}
     reference.save(pathlib.Path(job["reference"]))
     torch.set_num_threads(threads)
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
@@ -189,7 +189,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "notes": [
             *subject.notes,
             *again,
-            *doublets,
+            *duplicates,
             *_few_threads(threads),
             *(finding.message for finding in findings),
             *failures,
@@ -211,7 +211,7 @@ def serve_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         return serve_artifact(job, folder)
     begun = time.monotonic()
     subject = prepared(job)
-    candidate = fresh(subject) if job["fresh"] else subject.candidate
+    candidate = fresh_inputs(subject) if job["fresh"] else subject.candidate
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job.get("files", folder)), candidate)
     runner = runner_for(executable, candidate, subject, job["objective"])
     facts = {
@@ -234,7 +234,7 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     leaves = artifact.golden().cases[0].inputs
     examples = rows(leaves, executable.signature)
     if job["objective"] == "throughput":
-        runner = together(executable, _at_its_batch(leaves, executable), examples)
+        runner = concurrent_requests(executable, _at_batch_size(leaves, executable), examples)
     else:
         args, kwargs = unflatten(executable.signature.input_structure, [leaf.clone() for leaf in leaves])
         runner = one_call(executable, args, kwargs)
@@ -244,7 +244,7 @@ def serve_artifact(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     return {}
 
 
-def _at_its_batch(leaves: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
+def _at_batch_size(leaves: Sequence[torch.Tensor], executable: Executable) -> list[torch.Tensor]:
     """``leaves`` repeated or cut to the batch size of the executable, if that is not the example's."""
     size, name = executable.settings.data.batch, executable.signature.batch
     if not isinstance(size, int) or name is None:
@@ -264,7 +264,7 @@ def trial_job(job: Job, folder: pathlib.Path) -> Any:
     baseline = RemoteRunner(job["address"], authkey())
     plan, recipe = from_json(Plan, job["plan"]), Recipe.from_json(job["recipe"])
     calibrated = any("calibration" in step.needs for step in (*recipe.passes, recipe.backend))
-    otherwise = calibrated and reproducibility.calibrates_otherwise(job, subject)
+    otherwise = calibrated and reproducibility.calibration_differs(job, subject)
     found = evaluate(recipe, subject, reference, baseline, plan=plan, folder=folder)
     if otherwise:
         found = dataclasses.replace(found, notes=(*found.notes, reproducibility.OTHER_CALIBRATION))
@@ -320,21 +320,21 @@ def against_job(job: Job, folder: pathlib.Path) -> Any:
     executable, candidate = load(Recipe.from_json(job["recipe"]), pathlib.Path(job["files"]), subject.candidate)
     runner = runner_for(executable, candidate, subject, plan.objective)
     rival = RemoteRunner(job["address"], authkey(), connect_s=job["seconds"])
-    return to_json(in_start(runner, rival, plan))
+    return to_json(time_start(runner, rival, plan))
 
 
 def start_job(job: Job, folder: pathlib.Path) -> Any:
     """Time the saved files of a recipe against each rival, all freshly started; the first start also judges its outputs."""
     subject, plan = prepared(job), from_json(Plan, job["plan"])
     recipe, source, rivals = _to_confirm(job, subject)
-    executable, candidate = load(recipe, source, fresh(subject))
+    executable, candidate = load(recipe, source, fresh_inputs(subject))
     begun = time.perf_counter()
     judged = judge(recipe, executable, candidate, subject, plan) if job["judges"] else None
-    told = {"judged": to_json(judged), "judging_s": time.perf_counter() - begun, "comparisons": {}}
+    result = {"judged": to_json(judged), "judging_s": time.perf_counter() - begun, "comparisons": {}}
     if judged is None or judged.ok:
         runner = runner_for(executable, candidate, subject, plan.objective)
-        told["comparisons"] = {name: to_json(in_start(runner, rival, plan)) for name, rival in rivals.items()}
-    return told
+        result["comparisons"] = {name: to_json(time_start(runner, rival, plan)) for name, rival in rivals.items()}
+    return result
 
 
 def confirm_job(job: Job, folder: pathlib.Path) -> Any:
@@ -346,7 +346,7 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     earlier = {name: [from_json(Comparison, each) for each in starts] for name, starts in job["earlier"].items()}
     seen = [from_json(Comparison, each) for each in job["seen"]]
     found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, seen=seen, **asked)
-    if found.ok and whole(source):
+    if found.ok and files_complete(source):
         ship(job, source, subject, executable, found)
     return to_json(found)
 
@@ -356,8 +356,8 @@ def _to_confirm(job: Job, subject: Subject) -> tuple[Recipe, pathlib.Path, dict[
     reproducibility.check_weights(job, subject.model, "parameters", "buffers")
     recipe, source = Recipe.from_json(job["recipe"]), pathlib.Path(job["files"])
     rivals = {name: RemoteRunner(address, authkey(), connect_s=job["seconds"]) for name, address in job["rivals"].items()}
-    if job["ships"] and not whole(source):  # deleted, damaged, or the study's storage is elsewhere
-        save(start(recipe, apply_passes(recipe, subject.candidate))[0], source)
+    if job["ships"] and not files_complete(source):  # deleted, damaged, or the study's storage is elsewhere
+        save(build(recipe, apply_passes(recipe, subject.candidate))[0], source)
     return recipe, source, rivals
 
 
@@ -410,8 +410,8 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
         figures["baseline_speedup"] = to_json(found.speedup)
     elif not executable.settings.memory.keep_freed:  # this process cannot undo it; the original lacks it
         torch.set_num_threads(job["threads"])
-        travels = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
-        figures["baseline_speedup"] = to_json(travels)
+        exported_speedup = baseline_speedup(subject, original, found.comparison, plan=plan, folder=source)
+        figures["baseline_speedup"] = to_json(exported_speedup)
     smaller = _compressed(found.recipe, subject)
     try:
         write_artifact(
@@ -419,7 +419,7 @@ def ship(job: Job, source: pathlib.Path, subject: Subject, executable: Executabl
             executable=Shipped(executable, source / MODEL, trial.notes),
             recipe=found.recipe,
             workload_name=subject.workload.name,
-            golden=Golden.of(smaller, executable.signature, [fresh(subject).leaves]),
+            golden=Golden.of(smaller, executable.signature, [fresh_inputs(subject).leaves]),
             evidence=to_json(found) | figures,
             environment=Environment.from_json(job["environment"]),
             limits=plan.limits,
