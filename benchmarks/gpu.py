@@ -47,7 +47,7 @@ from trimtab.core.measurement import Comparison, Interval
 from trimtab.errors import MeasurementError
 from trimtab.evaluation.training.timer import Updates
 from trimtab.evaluation.training.workload import prepared
-from trimtab.execution.parent_death import die_with
+from trimtab.execution.parent_death import end_with_parent
 from trimtab.measure.pairs import compare
 from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.measure.stats import median_interval
@@ -106,7 +106,7 @@ SIDES = {"naive": naive, "tuned": tuned}
 
 def side(args: argparse.Namespace) -> None:
     """Inside a process of its own: make updates whenever they are asked for, as long as whoever asks lives."""
-    die_with(os.getppid())
+    end_with_parent(os.getppid())
     torch.manual_seed(0)
     runner = SIDES[args.side](cases(args.quick)[args.case], args.device)
     serve(runner, args.address, bytes.fromhex(os.environ[KEY]))

@@ -34,7 +34,7 @@ from trimtab.evaluation.prepared_workload import fresh_inputs, prepare
 from trimtab.evaluation.reference import Reference, predict
 from trimtab.execution.jobs.inference import baseline_job, prepare_job, read_workload
 from trimtab.execution.process import environment
-from trimtab.execution.workload_transfer import handed
+from trimtab.execution.workload_transfer import workload_source
 from trimtab.importers.load import load_workload
 from trimtab.passes.int8_weights import Int8Weights
 from trimtab.study.samplers.ladder import as_written
@@ -447,18 +447,18 @@ def test_dynamic_in_another_form_is_refused_with_the_right_one(dynamic: Any) -> 
 def test_models_that_cannot_be_pickled_or_have_no_shapes_are_refused_with_the_way_out(tmp_path: pathlib.Path) -> None:
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 2))
     with pytest.raises(UsageError, match="cannot be handed to worker processes: .* or give model= a function that builds it"):
-        handed(Workload(model=nn.Sequential(normed), inputs=X[:1]), tmp_path)
+        workload_source(Workload(model=nn.Sequential(normed), inputs=X[:1]), tmp_path)
     for what in (torch.jit.script(twice), ctypes.pointer(ctypes.c_int(3))):
         held = nn.Linear(8, 2).eval()
         held.what = what
         with pytest.raises(UsageError, match="cannot be handed to worker processes"):
-            handed(Workload(model=held, inputs=X[:1]), tmp_path)
+            workload_source(Workload(model=held, inputs=X[:1]), tmp_path)
         with pytest.raises(CompileError, match=r"cannot be copied: .*Make copy.deepcopy\(model\) work"):
             Candidate.of(held, (X[:1],)).own_model()
     compiled = nn.Sequential(nn.Linear(8, 2))
     compiled[0].compile(backend="eager")
     with pytest.raises(UsageError, match=r"compiled in place, .* Give model= a function that builds and compiles it"):
-        handed(Workload(model=compiled, inputs=X[:1]), tmp_path)
+        workload_source(Workload(model=compiled, inputs=X[:1]), tmp_path)
     with pytest.raises(WorkloadError, match="'weight' has no shape yet.* Call it once on the inputs before handing it over"):
         prepare(Workload(model=nn.LazyLinear(2), inputs=X[:1]))
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from _workers import that_stay
-from trimtab.execution.fork_pool import LIFELINE, Workers
+from trimtab.execution.fork_pool import PARENT_DEATH, Workers
 from trimtab.execution.preloaded_imports import IMPORTED, write_preload
 from trimtab.execution.process import WorkerProcess, environment
 from trimtab.study.samplers.ladder import as_written
@@ -211,7 +211,7 @@ def test_a_study_that_is_killed_leaves_neither_server_nor_fork(tmp_path):
 def test_nothing_is_imported_from_the_current_folder(tmp_path: pathlib.Path) -> None:
     """It may be the folder of a stranger's artifact."""
     (tmp_path / "stranger.py").write_text("print('executed')")
-    command = [sys.executable, "-P", LIFELINE, str(os.getpid()), "stranger"]
+    command = [sys.executable, "-P", PARENT_DEATH, str(os.getpid()), "stranger"]
     pipe = subprocess.PIPE
     # in a session of its own, because the end of its input kills its whole group
     with subprocess.Popen(command, cwd=tmp_path, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as worker:

@@ -205,7 +205,7 @@ def test_a_signal_to_end_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
 
 INTERRUPTED = """
 import os, shutil
-from trimtab.execution.temporary_folders import no_longer, temporary_folder
+from trimtab.execution.temporary_folders import remove_temporary_folder, temporary_folder
 
 kept, folder = temporary_folder(), temporary_folder()
 assert os.stat(folder).st_mode & 0o777 == 0o700
@@ -215,7 +215,7 @@ assert os.wait()[1] == 0
 assert os.path.isdir(folder)
 rmtree, shutil.rmtree = shutil.rmtree, lambda *place, **how: os.kill(os.getpid(), 2)  # Ctrl-C, in the middle of it
 try:
-    no_longer(folder)
+    remove_temporary_folder(folder)
 except KeyboardInterrupt:
     assert os.path.isdir(folder)
 shutil.rmtree = rmtree

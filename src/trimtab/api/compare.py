@@ -21,7 +21,7 @@ from trimtab.errors import ArtifactError, StorageError, UsageError
 from trimtab.evaluation.evaluate import Objective, per_second
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.fork_pool import Workers
-from trimtab.execution.workload_transfer import handed
+from trimtab.execution.workload_transfer import workload_source
 from trimtab.importers.load import FORMS
 from trimtab.measure import pairs
 from trimtab.measure.energy import Energy, Power, energy_meter
@@ -219,7 +219,7 @@ def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib
     job = {"recipe": as_written().to_json(), "fresh": False, "prepared": str(folder / "prepared")}
     folder.mkdir()
     if isinstance(what, Workload):
-        return {**job, "workload": handed(what, folder)}
+        return {**job, "workload": workload_source(what, folder)}
     path = path_of(what, "What is timed", "model.py:workload")
     if os.path.exists(path / MANIFEST):  # pathlib raises for some paths
         return {"artifact": os.fspath(what), "trust": trust, "baseline": False}

@@ -22,7 +22,7 @@ from trimtab._internal.validation import checked_call
 from trimtab.core.diagnosis import Diagnosis
 from trimtab.core.workload import Training, Workload
 from trimtab.errors import UsageError
-from trimtab.execution.temporary_folders import no_longer, temporary_folder
+from trimtab.execution.temporary_folders import remove_temporary_folder, temporary_folder
 from trimtab.importers.load import load_workload
 from trimtab.probe.command import Command
 from trimtab.probe.diagnosis import BUDGET_S, diagnose
@@ -197,7 +197,7 @@ def _steps_of(workload: Workload, *, reference: str | None = None, loader: Any =
         script = script_of(workload, pathlib.Path(folder), reference=reference, loader=loader)
         yield Command.of(script)
     finally:
-        no_longer(folder)
+        remove_temporary_folder(folder)
 
 
 def _workload(subject: Workload | nn.Module, loader: Any, loss: Any, optimizer: Any) -> tuple[Workload, str]:

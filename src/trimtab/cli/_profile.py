@@ -23,7 +23,7 @@ from trimtab.errors import MeasurementError
 from trimtab.evaluation.explain import PROFILED_S, REPEATS, TORCH
 from trimtab.execution.jobs.inference import read_workload
 from trimtab.execution.process import WorkerProcess
-from trimtab.execution.workload_transfer import handed
+from trimtab.execution.workload_transfer import workload_source
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.profile import operator_times
 from trimtab.tensors.structure import cloned
@@ -84,7 +84,7 @@ def profiled(subject: Workload | str, *, memory: bool, operators: bool, trust: b
         if isinstance(subject, str) and os.path.isdir(subject):
             job |= {"artifact": os.path.abspath(subject), "trust": trust}
         else:
-            job["workload"] = handed(subject, folder)
+            job["workload"] = workload_source(subject, folder)
         worker = WorkerProcess(job, folder / "job")
         try:
             outcome = worker.wait(seconds=None, memory_mb=None)

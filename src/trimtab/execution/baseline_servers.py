@@ -18,7 +18,7 @@ from trimtab.errors import ArtifactError, MeasurementError, UsageError, Workload
 from trimtab.execution.fork_pool import Workers
 from trimtab.execution.jobs.inference import READY
 from trimtab.execution.process import POLL_S, RESULT, WorkerProcess
-from trimtab.execution.temporary_folders import no_longer, temporary_folder
+from trimtab.execution.temporary_folders import remove_temporary_folder, temporary_folder
 from trimtab.execution.workload_transfer import AUTHKEY
 from trimtab.measure.remote import LONGEST_PATH
 
@@ -36,7 +36,7 @@ class BaselineServers:
         self._processes: dict[str, WorkerProcess] = {}
         self._sockets = _short_folder()
         self.authkey = bytes.fromhex(os.environ.setdefault(AUTHKEY, secrets.token_hex(32)))
-        """The key of their sockets, which their environment tells them."""
+        """The key of their sockets, passed in their environment."""
 
     def __enter__(self) -> Self:
         return self
@@ -44,7 +44,7 @@ class BaselineServers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for name in list(self._processes):
             self.stop(name)
-        no_longer(self._sockets)
+        remove_temporary_folder(self._sockets)
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class BaselineServers:
         state = "did not get ready in time" if process.alive else "ended"
         raise MeasurementError(f"The process that holds {name} {state}; its last words were:\n{process.log_tail(8)}")
 
-    def assure(
+    def ensure(
         self, name: str, recipe: Recipe, *, fresh: bool, seconds: float, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
         """Wait for a server as :meth:`ready` does, after starting it if it does not run. If it dies, try once more.

@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-LIFELINE = str(pathlib.Path(__file__).with_name("parent_death.py"))
+PARENT_DEATH = str(pathlib.Path(__file__).with_name("parent_death.py"))
 FORKSERVER = "trimtab.execution.forkserver"
 START_S = 120.0
 """Maximum seconds that a server may take for its imports."""
-WORD = 8
-"""Bytes of the two numbers that a server sends about a worker: its process id, and at the end its exit status."""
+NUMBER_BYTES = 8
+"""Bytes of each of the two numbers that a server sends for a worker: first its process id, at its end its exit status."""
 
 
 class Workers:
@@ -95,7 +95,7 @@ class Workers:
         self._channels = [ours]
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), FORKSERVER, str(theirs.fileno())],
+                [sys.executable, "-P", "-X", "faulthandler", PARENT_DEATH, str(os.getpid()), FORKSERVER, str(theirs.fileno())],
                 stdin=subprocess.PIPE,  # closing it tells the servers and their forks that this process has ended
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # if the server dies, a worker in a new interpreter dies of the same, and logs it
@@ -107,20 +107,20 @@ class Workers:
 
 def _forked(channel: socket.socket, request: Mapping[str, Any], descriptors: list[int], seconds: float) -> Forked | None:
     """Ask the server behind ``channel`` for a fork; ``None`` if the server is gone or does not answer within ``seconds``."""
-    told, tells = os.pipe()
+    reader, writer = os.pipe()
     try:
-        socket.send_fds(channel, [json.dumps(request).encode()], [tells, *descriptors])
+        socket.send_fds(channel, [json.dumps(request).encode()], [writer, *descriptors])
     except OSError:
-        os.close(told)
+        os.close(reader)
         return None
     finally:
-        os.close(tells)
-    number = os.read(told, WORD) if _readable(told, seconds) else b""
+        os.close(writer)
+    number = os.read(reader, NUMBER_BYTES) if _readable(reader, seconds) else b""
     if not number:
-        os.close(told)
+        os.close(reader)
         return None
-    os.set_blocking(told, False)
-    return Forked(int.from_bytes(number, "little", signed=True), told)
+    os.set_blocking(reader, False)
+    return Forked(int.from_bytes(number, "little", signed=True), reader)
 
 
 def _readable(descriptor: int, seconds: float | None = None) -> bool:
@@ -134,21 +134,21 @@ def _readable(descriptor: int, seconds: float | None = None) -> bool:
 class Forked:
     """A forked worker, with the methods of :class:`subprocess.Popen` that are needed to watch it."""
 
-    def __init__(self, pid: int, told: int) -> None:
+    def __init__(self, pid: int, reader: int) -> None:
         self.pid = pid
         self.stdin = None
         self.returncode: int | None = None
-        self._told = told
+        self._reader = reader
 
     def poll(self) -> int | None:
         """The exit code, or minus the number of the signal that ended the worker; ``None`` while it runs."""
         if self.returncode is not None:
             return self.returncode
         try:
-            number = os.read(self._told, WORD)
+            number = os.read(self._reader, NUMBER_BYTES)
         except BlockingIOError:
             return None
-        os.close(self._told)
+        os.close(self._reader)
         # no status was sent: the server is gone, and its forks end with it
         self.returncode = int.from_bytes(number, "little", signed=True) if number else -signal.SIGKILL
         return self.returncode
@@ -156,7 +156,7 @@ class Forked:
     def wait(self) -> int:
         """Wait for the end of the worker; returns its exit code."""
         while self.poll() is None:
-            _readable(self._told)
+            _readable(self._reader)
         assert self.returncode is not None
         return self.returncode
 

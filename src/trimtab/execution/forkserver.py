@@ -37,14 +37,14 @@ from trimtab._internal.serialization import write_json
 from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.errors import TrimtabError
 from trimtab.execution import worker
-from trimtab.execution.fork_pool import WORD
+from trimtab.execution.fork_pool import NUMBER_BYTES
 from trimtab.execution.jobs.inference import preload as preload_workload
-from trimtab.execution.parent_death import die_with
+from trimtab.execution.parent_death import end_with_parent
 from trimtab.execution.preloaded_imports import PRELOADED
 from trimtab.execution.process import end_descendants
 
 LONGEST_REQUEST = 1 << 16
-OURS = 1 if sys.platform == "linux" else 2
+SERVER_THREADS = 1 if sys.platform == "linux" else 2
 """Python threads in a server: the main one and, if the kernel does not watch the parent, the one that does."""
 COMPUTE_S = 10.0
 """Maximum seconds that a fork may take for a sum and a product; it takes milliseconds, or it hangs."""
@@ -62,36 +62,36 @@ _reserved: list[mmap.mmap | bytearray] = []
 def serve(channel: socket.socket) -> pathlib.Path | None:
     """Fork a worker for each request. Returns the job's folder in each worker, and ``None`` in the server once the other end of
     the socket is closed."""
-    woken, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(wakes)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     running: dict[int, int] = {}
     server = os.getpid()
     waiting = select.poll()  # select takes no descriptor above 1023, and the channel's is inherited
     waiting.register(channel, select.POLLIN)
-    waiting.register(woken, select.POLLIN)
+    waiting.register(wake_read, select.POLLIN)
     while True:
         ready = [descriptor for descriptor, _ in waiting.poll()]
-        if woken in ready:
-            os.read(woken, LONGEST_REQUEST)
+        if wake_read in ready:
+            os.read(wake_read, LONGEST_REQUEST)
             _reap(running)
         if channel.fileno() not in ready:
             continue
         message, descriptors, _, _ = socket.recv_fds(channel, LONGEST_REQUEST, 3)
         if not message:
             return None
-        tells, log, *others = descriptors
+        exit_pipe, log, *others = descriptors
         request = json.loads(message)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for inherited in (channel.detach(), woken, wakes, tells, *running.values()):
+            for inherited in (channel.detach(), wake_read, wake_write, exit_pipe, *running.values()):
                 os.close(inherited)
-            _settle(log, server)
+            _isolate(log, server)
             if "preload" in request:
-                return _warm(pathlib.Path(request["preload"]), request["step"], socket.socket(fileno=others[0]))
+                return _serve_warm(pathlib.Path(request["preload"]), request["step"], socket.socket(fileno=others[0]))
             os.environ.update(request["environment"])
             torch.set_num_threads(_threads[-1])
             tempfile.tempdir = None  # cached in the server, but another folder in each fork
@@ -99,11 +99,11 @@ def serve(channel: socket.socket) -> pathlib.Path | None:
         os.setpgid(pid, pid)  # before the worker is announced, so that its group can be killed from the start
         for descriptor in (log, *others):
             os.close(descriptor)
-        os.write(tells, pid.to_bytes(WORD, "little", signed=True))
-        running[pid] = tells
+        os.write(exit_pipe, pid.to_bytes(NUMBER_BYTES, "little", signed=True))
+        running[pid] = exit_pipe
 
 
-def _warm(preload: pathlib.Path, step: str, channel: socket.socket) -> pathlib.Path | None:
+def _serve_warm(preload: pathlib.Path, step: str, channel: socket.socket) -> pathlib.Path | None:
     """Import what the workload's dry run imported, under the environment that the dry run had made, or read the workload; then
     serve.
 
@@ -122,13 +122,13 @@ def _warm(preload: pathlib.Path, step: str, channel: socket.socket) -> pathlib.P
         torch.set_num_threads(1)
         _threads.append(known["threads"])
         reason = _read_workload(known)
-    if threading.active_count() > OURS:
+    if threading.active_count() > SERVER_THREADS:
         reason = "reading it starts threads, which other processes would lack"
     elif reason is None and not _computes():
         reason = "what it computes leaves threads or a GPU behind, which other processes cannot use"
     if reason is not None or step == "workload":
-        told = {"seconds": time.monotonic() - begun, "reason": reason}
-        write_json(preload.with_name(PRELOADED), told)
+        result = {"seconds": time.monotonic() - begun, "reason": reason}
+        write_json(preload.with_name(PRELOADED), result)
     return None if reason else serve(channel)
 
 
@@ -165,13 +165,13 @@ def _computes() -> bool:
     return False
 
 
-def _settle(log: int, server: int) -> None:
+def _isolate(log: int, server: int) -> None:
     """Make this fork like a new interpreter: its own process group, log, random numbers, and exit."""
     os.setpgid(0, 0)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    die_with(server)
+    end_with_parent(server)
     _shift_memory()
     np.random.seed()  # the only generator that is seeded at import and not again by a fork
 
@@ -188,15 +188,15 @@ def _reap(running: dict[int, int]) -> None:
     """Send the exit status of each ended fork, after its orphans, now children of this process, have ended too."""
     with contextlib.suppress(ChildProcessError):  # there are no children left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            tells = running.pop(ended[0], None)
-            if tells is None:
+            exit_pipe = running.pop(ended[0], None)
+            if exit_pipe is None:
                 continue
             for orphan in psutil.Process().children():
                 if orphan.pid not in running:
                     end_descendants(orphan.pid)
                     orphan.kill()
-            os.write(tells, os.waitstatus_to_exitcode(ended[1]).to_bytes(WORD, "little", signed=True))
-            os.close(tells)
+            os.write(exit_pipe, os.waitstatus_to_exitcode(ended[1]).to_bytes(NUMBER_BYTES, "little", signed=True))
+            os.close(exit_pipe)
 
 
 if __name__ == "__main__":

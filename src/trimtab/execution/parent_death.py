@@ -16,7 +16,7 @@ import threading
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """End this process and all that it started when process ``parent`` ends or closes the pipe that is our standard input."""
     if sys.platform == "linux":
         # The kernel signals the whole group as soon as the pipe closes. Native code can keep a thread from doing that. The
@@ -43,7 +43,7 @@ def _watch() -> None:
 
 
 if __name__ == "__main__":
-    die_with(int(sys.argv[1]))
+    end_with_parent(int(sys.argv[1]))
     # the current folder stays off the path: it may be an artifact, whose files must not be imported
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

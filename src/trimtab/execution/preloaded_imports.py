@@ -25,7 +25,7 @@ _SEEN = {name: os.environ.get(name) for name in THREADS}
 
 
 @contextlib.contextmanager
-def imports_noted(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+def record_imports(folder: pathlib.Path, also: Sequence[str] = ()) -> Iterator[dict[str, str]]:
     """Write to ``folder`` which installed packages the block imports, in order, and how it changes the environment. ``also``
     are further imports of workers.
 
@@ -58,7 +58,7 @@ def write_preload(folder: pathlib.Path, workload: Mapping[str, Any], threads: in
     return folder / PRELOAD
 
 
-def threads_unseen(threads: int) -> list[str]:
+def ignored_thread_settings(threads: int) -> list[str]:
     """A note if the workload sets a number of threads other than ``threads`` in the environment: its own program may do so
     before torch is imported, but here it comes too late."""
     asked = {name: os.environ.get(name, "") for name in THREADS if os.environ.get(name) != _SEEN[name]}

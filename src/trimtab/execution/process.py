@@ -25,8 +25,8 @@ from trimtab._internal.files import mentions_full_disk
 from trimtab._internal.serialization import write_json
 from trimtab._internal.user_code import IN_WORKER
 from trimtab.errors import StorageError
-from trimtab.execution.fork_pool import LIFELINE, Forked, Workers
-from trimtab.execution.temporary_folders import no_longer, temporary_folder
+from trimtab.execution.fork_pool import PARENT_DEATH, Forked, Workers
+from trimtab.execution.temporary_folders import remove_temporary_folder, temporary_folder
 
 JOB, RESULT, LOG = "job.json", "result.json", "log.txt"
 WORKER = "trimtab.execution.worker"
@@ -76,13 +76,13 @@ class WorkerProcess:
         self.started = time.monotonic()
         # files that runtimes unpack and build there are deleted with it, however the worker ends
         temporary = temporary_folder()
-        self._tidy = weakref.finalize(self, no_longer, temporary)
+        self._remove_temporary = weakref.finalize(self, remove_temporary_folder, temporary)
         own = environment() | {"TMPDIR": temporary}
         with (folder / LOG).open("ab") as log:
             self._earlier = log.tell()  # end of the output of earlier workers in this folder
             forked = None if workers is None else workers.start(folder.absolute(), log.fileno(), own, warm=warm)
             self._process: Forked | subprocess.Popen[bytes] = forked or subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", LIFELINE, str(os.getpid()), WORKER, str(folder.absolute())],
+                [sys.executable, "-P", "-X", "faulthandler", PARENT_DEATH, str(os.getpid()), WORKER, str(folder.absolute())],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -110,7 +110,7 @@ class WorkerProcess:
         Raises:
             StorageError: its disk was full, which says nothing about the job.
         """
-        looked = 0.0
+        checked = 0.0
         while self.alive:
             time.sleep(POLL_S)
             elapsed = time.monotonic() - self.started
@@ -122,9 +122,9 @@ class WorkerProcess:
                     "give it longer with --trial-time (in Python, trial_seconds=...)."
                 )
                 return dataclasses.replace(ended, ended_by="time", limit=seconds)
-            if memory_mb is None or elapsed - looked < MEMORY_POLL_S:
+            if memory_mb is None or elapsed - checked < MEMORY_POLL_S:
                 continue
-            looked = elapsed
+            checked = elapsed
             if (used := _tree_mb(self.pid)) > memory_mb:
                 ended = self._ended(
                     f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
@@ -132,11 +132,11 @@ class WorkerProcess:
                     "have less data read: Evaluation(max_examples=...)."
                 )
                 return dataclasses.replace(ended, ended_by="memory", limit=memory_mb)
-        return self._by_itself()
+        return self._exit_outcome()
 
     def kill(self) -> None:
         """Kill the worker and everything that it started."""
-        if not self._tidy.alive:  # killed before; its process id may belong to another process by now
+        if not self._remove_temporary.alive:  # killed before; its process id may belong to another process by now
             return
         if self.alive:
             end_descendants(self.pid)  # processes in groups of their own cannot be found once the worker has ended
@@ -147,7 +147,7 @@ class WorkerProcess:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._tidy()
+        self._remove_temporary()
 
     def log_tail(self, lines: int = 20) -> str:
         """The last lines of its log."""
@@ -156,7 +156,7 @@ class WorkerProcess:
             text = log.read().decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-lines:])
 
-    def _by_itself(self) -> Outcome:
+    def _exit_outcome(self) -> Outcome:
         path = self.folder / RESULT
         code, log = self._process.wait(), self.log_tail(lines=1000)
         outcome = self._ended(_reason(code, path.exists(), log))

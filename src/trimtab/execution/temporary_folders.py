@@ -32,7 +32,7 @@ _swept = set[str]()
 
 
 def temporary_folder(within: str | None = None) -> str:
-    """Make a temporary folder ``within`` another, or in the default place; :func:`no_longer` removes it.
+    """Make a temporary folder ``within`` another, or in the default place; :func:`remove_temporary_folder` removes it.
 
     An interrupt may come between any two lines, so the folder's name is recorded before it is made and until it is removed.
     """
@@ -48,7 +48,7 @@ def temporary_folder(within: str | None = None) -> str:
     return name
 
 
-def no_longer(name: str | pathlib.Path) -> None:
+def remove_temporary_folder(name: str | pathlib.Path) -> None:
     """Remove a folder of :func:`temporary_folder`."""
     shutil.rmtree(name, ignore_errors=True)
     _made.pop(str(name), None)
@@ -84,4 +84,4 @@ def _sweep(place: str) -> None:
 def _remove_all() -> None:
     for name, owner in list(_made.items()):
         if owner == os.getpid():
-            no_longer(name)
+            remove_temporary_folder(name)

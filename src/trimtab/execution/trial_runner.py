@@ -28,8 +28,8 @@ TRIALS, RIVALS, REFERENCE, SCRATCH, PREPARE, PREPARED = "trials", "rivals", "ref
 """Names of folders in the run folder."""
 SLOW_READING_S = 2.0
 """Seconds of reading a workload above which a note says that it is read again."""
-READ_AGAIN = 3.0
-"""Time in which a server must have read the workload, in dry runs."""
+READ_LIMIT = 3.0
+"""Time limit for a server to read the workload, in multiples of the dry run."""
 UNPROBED = "The time ended before its cold start and peak memory were measured."
 """A note on a trial that was checked and timed, but not probed."""
 
@@ -38,7 +38,7 @@ class TrialRunner:
     """Runs the jobs of one study in worker processes, each under the study's limits of time and memory.
 
     Args:
-        source: how a worker finds the workload (:func:`trimtab.execution.workload_transfer.handed`).
+        source: how a worker finds the workload (:func:`trimtab.execution.workload_transfer.workload_source`).
         folder: the run folder.
         common: entries of every job of the study.
         baseline: the recipe of the workload as written.
@@ -66,9 +66,9 @@ class TrialRunner:
         self.folder, self.baseline, self.workers, self.interrupted = folder, baseline, workers, interrupted
         self.trial_s, self.memory_mb = trial_s, memory_mb
         self.startup_s = 0.0
-        """Seconds of the dry run, without those in which it read the workload, which later processes do not."""
+        """Seconds of the dry run without reading the workload, which later processes do not repeat."""
         self.load_s = 0.0
-        """Seconds in which a forked process has the workload ready; those of the dry run, until one did."""
+        """Seconds that a forked process takes to load the workload; before the first one, those of the dry run."""
         self._server_tells_costs = server_tells_costs
         self._weights: Any = None
         self._costs: Mapping[str, float | None] | None = None
@@ -167,21 +167,21 @@ class TrialRunner:
             threads, source = outcome.result["threads"], self._common["workload"]
             preload = write_preload(self.folder / PREPARE, source, threads, self._weights or {})
             (preload.with_name(PRELOADED)).unlink(missing_ok=True)
-            self.workers.warm(preload, seconds=READ_AGAIN * took)
+            self.workers.warm(preload, seconds=READ_LIMIT * took)
         self.startup_s = self.load_s = max(1.0, took - reading_s)
         return outcome.result
 
-    def reads_again(self) -> str | None:
+    def rereading_note(self) -> str | None:
         """A note if every process of the study reads the workload again, and that takes long."""
         path = self.folder / PREPARE / PRELOADED
         if not path.exists():
             return None
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["reason"] is None or told["seconds"] < SLOW_READING_S:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        if facts["reason"] is None or facts["seconds"] < SLOW_READING_S:
             return None
         return (
-            f"Every process of the study reads the workload again, which takes {told['seconds']:.0f} s, because "
-            f"{told['reason']}. Put what takes long into functions: Evaluation(data=read) is called once, "
+            f"Every process of the study reads the workload again, which takes {facts['seconds']:.0f} s, because "
+            f"{facts['reason']}. Put what takes long into functions: Evaluation(data=read) is called once, "
             "Workload(model=build) twice."
         )
 
@@ -204,10 +204,10 @@ class TrialRunner:
         """
         try:
             if not servers.alive("as_written"):
-                told = servers.assure(
+                facts = servers.ensure(
                     "as_written", self.baseline, fresh=False, seconds=self.trial_s, interrupted=self.interrupted
                 )
-                self.load_s = told.get("load_s", self.load_s)
+                self.load_s = facts.get("load_s", self.load_s)
         except MeasurementError:
             if self.interrupted():
                 return None

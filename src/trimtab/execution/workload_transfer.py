@@ -20,7 +20,7 @@ AUTHKEY = "TRIMTAB_AUTHKEY"
 """Environment variable with the key of the study's sockets, set for its workers only."""
 
 
-def handed(workload: Workload | str, folder: pathlib.Path) -> dict[str, Any]:
+def workload_source(workload: Workload | str, folder: pathlib.Path) -> dict[str, Any]:
     """How a worker finds ``workload`` (:func:`trimtab.execution.jobs.inference.read_workload`): its reference, or a pickle in
     ``folder``.
 

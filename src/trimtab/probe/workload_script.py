@@ -13,7 +13,7 @@ import cloudpickle
 from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.workload import Workload
 from trimtab.errors import UsageError
-from trimtab.execution.workload_transfer import handed
+from trimtab.execution.workload_transfer import workload_source
 
 _HEAD = '''\
 """The steps of a workload, written by trimtab doctor."""
@@ -91,7 +91,7 @@ def script_of(workload: Workload, folder: pathlib.Path, *, reference: str | None
     Raises:
         UsageError: the workload or the loader cannot be handed to another process.
     """
-    source: Mapping[str, Any] = handed(reference if reference is not None else workload, folder)
+    source: Mapping[str, Any] = workload_source(reference if reference is not None else workload, folder)
     if workload.mode == "train":
         kind, body = "training", _TRAINING
     elif loader is None:

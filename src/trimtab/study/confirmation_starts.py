@@ -126,7 +126,7 @@ def run_with_rivals(
     with study.runner.worker({**job, "rivals": addresses}, folder) as worker:
         try:
             for name in absent:
-                rivals.assure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
+                rivals.ensure(name, wanted[name], fresh=True, seconds=study.options.trial_s)
         except StorageError:
             raise  # no other recipe ships for that
         except TrimtabError as error:

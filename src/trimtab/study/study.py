@@ -24,7 +24,7 @@ from trimtab.evaluation.evaluate import BUILT, MODEL, Plan
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.fork_pool import Workers
 from trimtab.execution.trial_runner import RIVALS, TrialRunner
-from trimtab.execution.workload_transfer import handed
+from trimtab.execution.workload_transfer import workload_source
 from trimtab.hardware.environment import Environment
 from trimtab.hardware.system import free_mb
 from trimtab.measure.host import other_load
@@ -90,7 +90,7 @@ class Study:
         self._began, self._started = time.monotonic(), dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
         folder.mkdir(parents=True, exist_ok=True)
         self.runner = TrialRunner(
-            handed(workload, folder),
+            workload_source(workload, folder),
             folder,
             self.task.job(folder),
             baseline=self.baseline,
@@ -223,7 +223,7 @@ class Study:
                 new += trial.state is not State.SKIPPED
         if self._left_out:
             self.notes.append(ranking.too_short(self._left_out))
-        if (note := self.runner.reads_again()) is not None:
+        if (note := self.runner.rereading_note()) is not None:
             self.notes.append(note)
 
     def report_load_change(self) -> None:

@@ -57,7 +57,7 @@ from trimtab.evaluation.explain import explain
 from trimtab.evaluation.materialized import materialize, materialized
 from trimtab.evaluation.prepared_workload import Subject, fresh_inputs, prepare, refuse_nan
 from trimtab.evaluation.reference import Reference, least_drop, reference_of
-from trimtab.execution.preloaded_imports import imports_noted, threads_unseen
+from trimtab.execution.preloaded_imports import ignored_thread_settings, record_imports
 from trimtab.execution.workload_transfer import authkey
 from trimtab.hardware.environment import Environment, measured_peaks
 from trimtab.importers.load import load_workload
@@ -147,7 +147,7 @@ def limit_threads(job: Job) -> None:
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Check the workload with a dry run, compute its reference, and find which recipes cannot be tried."""
-    with imports_noted(folder, also=EXPORT) as files:
+    with record_imports(folder, also=EXPORT) as files:
         begun = time.monotonic()
         workload = read_workload(job["workload"])
         threads = torch.get_num_threads()
@@ -465,7 +465,7 @@ def _findings(subject: Subject) -> tuple[list[Finding], list[str]]:
 def _few_threads(threads: int) -> list[str]:
     """A note if the workload's file gives torch fewer ``threads`` than its default, or tries to."""
     if threads >= TORCH_THREADS:
-        return threads_unseen(threads)
+        return ignored_thread_settings(threads)
     return [
         f"The workload gives torch {threads} of {TORCH_THREADS} threads. Other runtimes get as many, unless a recipe says more."
     ]

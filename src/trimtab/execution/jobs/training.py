@@ -23,7 +23,7 @@ from trimtab.evaluation.training.timer import Updates
 from trimtab.evaluation.training.trial import confirm, try_recipe
 from trimtab.evaluation.training.workload import TrainingSubject, prepared
 from trimtab.execution.jobs.inference import READY, Job, read_workload
-from trimtab.execution.preloaded_imports import imports_noted
+from trimtab.execution.preloaded_imports import record_imports
 from trimtab.execution.workload_transfer import authkey
 from trimtab.measure.memory import PeakMemory
 from trimtab.measure.remote import RemoteRunner, serve
@@ -40,7 +40,7 @@ OTHER = 1
 
 def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
     """Train as written for some updates, measure how much rounding alone changes the losses, and find what cannot be tried."""
-    with imports_noted(folder) as files:
+    with record_imports(folder) as files:
         subject = prepared(read_workload(job["workload"]), job["updates"])
         reference = subject.reference(seed=subject.workload.seed)
         if reference.draws:
