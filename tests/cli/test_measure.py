@@ -78,6 +78,6 @@ def test_a_note_goes_into_the_storage_before_the_record_is_written_again(monkeyp
     known = {}
     storage = types.SimpleNamespace(put=lambda key, value: known.update({key: value}))
     result = types.SimpleNamespace(study=types.SimpleNamespace(storage=storage))
-    monkeypatch.setattr("trimtab.api.optimize.reported", lambda each: (each, dict(known)))
+    monkeypatch.setattr("trimtab.api.optimize.write_results", lambda each: (each, dict(known)))
     assert optimize.annotated(result, "  for the ticket ") == (result, {"note of the user": "for the ticket"})
     assert optimize.annotated(result, " ")[1] == {"note of the user": None}

@@ -117,14 +117,14 @@ def compare(
     other = subject if rival is None else rival
     with _scratch() as place:
         sides = {"subject": subject, "rival": other}
-        jobs = {name: _serve(what, trust, place / name) for name, what in sides.items()}
+        jobs = {name: _serve_job(what, trust, place / name) for name, what in sides.items()}
         power = Power(energy_meter())
-        found, facts = in_turns(jobs, objective=objective, seconds=seconds, width=width, power=power)
+        found, facts = time_in_turns(jobs, objective=objective, seconds=seconds, width=width, power=power)
     energy = power.energy(found.candidate.median / 1e3, None if rival is None else found.rival.median / 1e3)
     note, sizes = None, {name: told["sizes"] for name, told in facts.items()}
     if sizes["subject"] != sizes["rival"]:
         note = (
-            f"They ran on inputs of different sizes, {_words(sizes['subject'])} and {_words(sizes['rival'])}, so this compares "
+            f"They ran on inputs of different sizes, {_sizes(sizes['subject'])} and {_sizes(sizes['rival'])}, so this compares "
             "more than two models. --shape NAME=1x3x224x224 gives a model file the other's sizes."
         )
     timed = Timing(
@@ -141,11 +141,11 @@ def _name(what: Workload | str | os.PathLike[str]) -> str:
     return (what.reference[0] if what.reference else what.name) if isinstance(what, Workload) else os.fspath(what)
 
 
-def _words(sizes: Sequence[Sequence[int]]) -> str:
+def _sizes(sizes: Sequence[Sequence[int]]) -> str:
     return ", ".join("x".join(map(str, size)) or "a number" for size in sizes) or "nothing"
 
 
-def in_turns(
+def time_in_turns(
     jobs: Mapping[str, Mapping[str, Any]], *, objective: Objective, seconds: float, width: float, power: Power | None = None
 ) -> tuple[Comparison, dict[str, Any]]:
     """Serve ``jobs["subject"]`` and ``jobs["rival"]`` in processes of their own and compare them.
@@ -214,7 +214,7 @@ def _scratch() -> Iterator[pathlib.Path]:
         ) from error
 
 
-def _serve(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:
+def _serve_job(what: Workload | str | os.PathLike[str], trust: bool, folder: pathlib.Path) -> dict[str, Any]:
     """The job that serves ``what``; ``folder`` is for files that the worker reads."""
     job = {"recipe": as_written().to_json(), "fresh": False, "prepared": str(folder / "prepared")}
     folder.mkdir()

@@ -127,7 +127,7 @@ def doctor(
         else:
             if loader is not None or loss is not None or optimizer is not None:
                 raise UsageError("loader=, loss= and optimizer= belong to a model; a script brings its own.")
-            command, words = _named(stack, os.fspath(path_of(subject, "What is examined", "train.py")), [*map(str, args)])
+            command, words = _command_of(stack, os.fspath(path_of(subject, "What is examined", "train.py")), [*map(str, args)])
         request = Request(
             command=command,
             words=words,
@@ -136,10 +136,10 @@ def doctor(
             in_place=in_place,
             out=None if out is None else path_of(out, "out", "runs/doctor"),
         )
-        return examined(request, on_progress)
+        return examine(request, on_progress)
 
 
-def _named(stack: contextlib.ExitStack, name: str, args: list[str]) -> tuple[Command, tuple[str, ...]]:
+def _command_of(stack: contextlib.ExitStack, name: str, args: list[str]) -> tuple[Command, tuple[str, ...]]:
     """The command of a script or of a reference to a workload, and its words on the command line."""
     if not is_workload(name):
         return Command.of(name, args=args), (name, *(("--", *args) if args else ()))
@@ -220,7 +220,7 @@ def _workload(subject: Workload | nn.Module, loader: Any, loss: Any, optimizer: 
     return Workload(model=subject, name=name, inputs=batch[0] if is_pair(batch) else batch), name
 
 
-def examined(request: Request, on_progress: Callable[[str], None] | None = None) -> Diagnosis:
+def examine(request: Request, on_progress: Callable[[str], None] | None = None) -> Diagnosis:
     """Diagnose what ``request`` names and write the files that it asks for.
 
     Raises:
@@ -228,7 +228,7 @@ def examined(request: Request, on_progress: Callable[[str], None] | None = None)
         WorkloadError: the script failed, or made no step that could be seen.
     """
     if request.out is not None:
-        _made(request.out)
+        _make_folder(request.out)
     found = diagnose(
         request.command,
         words=request.words,
@@ -264,7 +264,7 @@ def examined(request: Request, on_progress: Callable[[str], None] | None = None)
     return found
 
 
-def _made(folder: pathlib.Path) -> None:
+def _make_folder(folder: pathlib.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -38,8 +38,8 @@ from trimtab.study.runoff import contenders, cost_s
 from trimtab.study.storage import hide_password
 from trimtab.study.study import Study
 
-Answer = TypeVar("Answer", bound=Result)
-OVER = 1.2
+R = TypeVar("R", bound=Result)
+OVERRUN = 1.2
 """Multiple of the budget from which on a run notes the excess, and which the explanations must not exceed."""
 EXPLAINING = 0.5
 """Expected duration of the explanations, in dry runs of the workload."""
@@ -129,7 +129,7 @@ def optimize(
     options = Options(
         objective=objective,
         limits=limits or Limits(),
-        sampler=_sampler(sampler),
+        sampler=_checked_sampler(sampler),
         compress=parse_ways(compress),
         train_s=_seconds(train_budget, "train_budget"),
         storage=storage,
@@ -142,7 +142,7 @@ def optimize(
     most = None if trials is None else positive(trials, "trials")
     limit_s = _seconds(budget, "budget")
     progress = Printed(budget_s=limit_s) if progress is None else progress
-    workload = taken(workload, "trimtab.optimize")
+    workload = checked_workload(workload, "trimtab.optimize")
     if isinstance(workload, str) and not is_python(workload):
         workload = load_workload(workload)
     folder = run_folder(workload, out)
@@ -153,7 +153,7 @@ def optimize(
             refuse_others(folder / ARTIFACT)  # before the search, not after it
             study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
-        return _answer(study, began, *_search(study, began, limit_s, study.besides_baseline(most)))
+        return _conclude(study, began, *_search(study, began, limit_s, study.besides_baseline(most)))
 
 
 def _search(study: Study, began: float, limit_s: float | None, most: int | None) -> tuple[float | None, float | None]:
@@ -165,22 +165,22 @@ def _search(study: Study, began: float, limit_s: float | None, most: int | None)
     return began + limit_s - confirm_s(study, limit_s), began + limit_s
 
 
-def _answer(study: Study, began: float, until: float | None, end: float | None) -> Result:
+def _conclude(study: Study, began: float, until: float | None, end: float | None) -> Result:
     """Confirm, ship, explain and report the result by ``end``; steps before the confirmation end by ``until``."""
     status, sentence, best = finish(study, until=until, end=end)
     took, budget = time.monotonic() - began, math.inf if end is None else end - began
-    peaks, explanations = explain(study, best, late=took + EXPLAINING * study.runner.startup_s > OVER * budget)
-    if (took := time.monotonic() - began) > OVER * budget:
+    peaks, explanations = explain(study, best, late=took + EXPLAINING * study.runner.startup_s > OVERRUN * budget)
+    if (took := time.monotonic() - began) > OVERRUN * budget:
         study.notes.append(
             f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "
             "written and to confirm what ships takes its time, whatever the budget."
         )
-    return reported(
+    return write_results(
         Result(study=study, status=status, sentence=sentence, best=best, seconds=took, peaks=peaks, explanations=explanations)
     )
 
 
-def reported(result: Answer) -> Answer:
+def write_results(result: R) -> R:
     """Write the record, the result and the report to the run folder. Returns ``result`` with the path of the report."""
     study = result.study
     result.record().write(study.folder)
@@ -233,7 +233,7 @@ def _exact(value: float) -> str:
     return short if float(short) == value else repr(value)
 
 
-def taken(workload: Workload | str | os.PathLike[str], caller: str) -> Workload | str:
+def checked_workload(workload: Workload | str | os.PathLike[str], caller: str) -> Workload | str:
     """Check the argument ``workload`` of the function ``caller``; paths become strings.
 
     Raises:
@@ -265,7 +265,7 @@ def _seconds(time: str | float | None, name: str) -> float | None:
     return None if time is None else seconds(time, name)
 
 
-def _sampler(name: str) -> Any:
+def _checked_sampler(name: str) -> Any:
     if name not in ("ladder", "tpe"):
         raise UsageError(f"There is no sampler {name!r}. Known are: ladder, tpe.")
     return name

@@ -173,7 +173,7 @@ class Profiling:
             after_mb=round(after, 3),
             device_peak_mb=peak.device_mb,
             operators=tuple(operators),
-            kept=_kept(self._known),
+            kept=_surviving_tensors(self._known),
             error=None if kind is None else kind.__name__,
         )
         self._known = {}
@@ -244,7 +244,7 @@ def _tensors() -> list[torch.Tensor]:
     return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
 
 
-def _kept(known: dict[int, weakref.ref[torch.Tensor]]) -> tuple[KeptTensor, ...]:
+def _surviving_tensors(known: dict[int, weakref.ref[torch.Tensor]]) -> tuple[KeptTensor, ...]:
     """The tensors that are alive now and not in ``known``, by shape, type and device."""
     groups: dict[tuple[tuple[int, ...], str, str, bool], int] = {}
     bytes_: dict[tuple[tuple[int, ...], str, str, bool], int] = {}

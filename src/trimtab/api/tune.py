@@ -14,7 +14,7 @@ from typing import Any
 from trimtab._internal.serialization import to_json, write_json
 from trimtab._internal.units import positive, seconds
 from trimtab._internal.validation import checked_call
-from trimtab.api.optimize import Interrupt, confirm_s, reported, taken
+from trimtab.api.optimize import Interrupt, checked_workload, confirm_s, write_results
 from trimtab.core.limits import Limits
 from trimtab.core.settings import Settings
 from trimtab.core.workload import Workload
@@ -142,7 +142,7 @@ def tune(
     most = None if trials is None else positive(trials, "trials")
     limit_s = None if budget is None else seconds(budget, "budget")
     deadline = limit_s and began + limit_s
-    workload = taken(workload, "trimtab.tune")
+    workload = checked_workload(workload, "trimtab.tune")
     folder = run_folder(workload, out, "-tune")
     progress = Printed(budget_s=limit_s) if progress is None else progress
     with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
@@ -160,16 +160,16 @@ def tune(
             )
         study.record().write(study.folder)
         study.search(deadline=deadline, reserve=lambda: confirm_s(study, limit_s or 0.0), most=study.besides_baseline(most))
-        return _answer(study, began, deadline)
+        return _conclude(study, began, deadline)
 
 
-def _answer(study: Study, began: float, deadline: float | None) -> Tuned:
+def _conclude(study: Study, began: float, deadline: float | None) -> Tuned:
     """Confirm and report the result of the search."""
     status, sentence, best = finish(study, end=deadline)
     settings = settings_of(study, study.baseline if best is None else best.trial.recipe)
     write_json(study.folder / SETTINGS_FILE, settings)
     took = time.monotonic() - began
-    return reported(Tuned(study=study, status=status, sentence=sentence, best=best, seconds=took, settings=settings))
+    return write_results(Tuned(study=study, status=status, sentence=sentence, best=best, seconds=took, settings=settings))
 
 
 def _limits(limits: Limits | None) -> Limits:

@@ -8,7 +8,7 @@ import pathlib
 
 from trimtab._internal.units import positive
 from trimtab._internal.validation import checked_call
-from trimtab.api.compare import in_turns
+from trimtab.api.compare import time_in_turns
 from trimtab.artifact import artifact, verified
 from trimtab.artifact.artifact import Verification
 from trimtab.errors import ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError
@@ -46,7 +46,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
         "rival": {"artifact": folder, "trust": trust, "baseline": True},
     }
     try:
-        here, _ = in_turns(jobs, objective=objective, seconds=seconds, width=0.02)
+        here, _ = time_in_turns(jobs, objective=objective, seconds=seconds, width=0.02)
     except (ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError) as error:
         return dataclasses.replace(found, speed_reason=f"It could not be compared here: {error}")
     found = dataclasses.replace(found, speed=here, speed_reason=None)

@@ -75,7 +75,7 @@ def doctor_command(
             schedule=late("probe.tracing").Schedule.parse(schedule),
             nvtx=nvtx,
         )
-        found = api.examined(request, lines(limit))
+        found = api.examine(request, lines(limit))
     if write is not None and found.patch is None:
         typer.echo("note: No finding has an edit that is complete, so no patch was written.", err=True)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -130,7 +130,7 @@ def annotated(result: Result, note: str | None) -> Result:
     if note is None:
         return result
     result.study.storage.put(late("study.result").NOTE, note.strip() or None)
-    found: Result = late("api.optimize").reported(result)
+    found: Result = late("api.optimize").write_results(result)
     return found
 
 
