@@ -54,7 +54,7 @@ def test_without_a_mark_that_can_be_reset_it_samples(tmp_path: pathlib.Path, mon
 def test_a_reset_that_does_nothing_is_noticed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(4 * TENSOR_MB)
     monkeypatch.setattr(memory, "_CLEAR", tmp_path / "clear_refs")
-    assert not memory._reset_mark()
+    assert not memory._reset_peak()
 
 
 def test_without_proc_the_life_long_mark_helps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

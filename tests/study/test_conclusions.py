@@ -28,7 +28,7 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.evaluation import evaluate
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.execution.fork_pool import Workers
-from trimtab.execution.jobs.inference import _at_its_batch
+from trimtab.execution.jobs.inference import _at_batch_size
 from trimtab.passes.batch import Batch
 from trimtab.passes.channels_last import ChannelsLast
 from trimtab.study import conclusions, ranking
@@ -383,8 +383,8 @@ def test_what_is_made_for_a_batch_is_measured_at_it() -> None:
     leaves = [torch.randn(1, 4)]
     made = Candidate.of(nn.Linear(4, 2).eval(), tuple(leaves), dynamic={"input": {0: trimtab.Dim("batch", max=64)}})
     executable = Eager().compile(Batch(size=16).apply(made))
-    assert [leaf.shape for leaf in _at_its_batch(leaves, executable)] == [(16, 4)]
-    assert [leaf.shape for leaf in _at_its_batch(leaves, Eager().compile(made))] == [(1, 4)]
+    assert [leaf.shape for leaf in _at_batch_size(leaves, executable)] == [(16, 4)]
+    assert [leaf.shape for leaf in _at_batch_size(leaves, Eager().compile(made))] == [(1, 4)]
 
 
 @pytest.mark.long
