@@ -30,7 +30,7 @@ from trimtab.evaluation.training.trial import try_recipe
 from trimtab.evaluation.training.workload import TrainingSubject, first_batches, loader, prepared
 from trimtab.execution.jobs import training as train_jobs
 from trimtab.measure.remote import RemoteRunner, serve
-from trimtab.study.training import stay
+from trimtab.study.training import why_settings_stay
 from trimtab.train.loss.loss_parity import BaselineLosses, final, increase, parity
 from trimtab.train.trainer import Trainer
 
@@ -207,10 +207,10 @@ def test_losses_that_are_no_numbers_are_alike_only_among_themselves() -> None:
 
 def test_why_the_settings_as_written_stay_is_said_in_whole_sentences() -> None:
     told = "The settings as written stay"
-    assert stay(["joined + eager: It proves nothing."], 3) == f"{told}. joined + eager: It proves nothing."
-    assert stay([], 0) == f"{told}: no others were measured within the budget."
-    assert stay([], 1) == f"{told}: of 1 other that was measured, none was surely faster within the limits."
-    assert stay([], 7) == f"{told}: of 7 others that were measured, none was surely faster within the limits."
+    assert why_settings_stay(["joined + eager: It proves nothing."], 3) == f"{told}. joined + eager: It proves nothing."
+    assert why_settings_stay([], 0) == f"{told}: no others were measured within the budget."
+    assert why_settings_stay([], 1) == f"{told}: of 1 other that was measured, none was surely faster within the limits."
+    assert why_settings_stay([], 7) == f"{told}: of 7 others that were measured, none was surely faster within the limits."
 
 
 def test_a_training_that_ends_by_itself_is_told_in_a_sentence() -> None:

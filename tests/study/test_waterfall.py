@@ -164,7 +164,7 @@ def test_energy_of_both_sides_is_metered_once(monkeypatch) -> None:
     monkeypatch.setattr("trimtab.measure.energy.METERED_S", 0.001)
     begun: list[str] = []
     servers = types.SimpleNamespace(
-        begin=lambda name, what: begun.append(name),
+        start_job=lambda name, what: begun.append(name),
         ready=lambda name, **more: {},
         stop=lambda name: None,
         addresses={"subject": "", "rival": ""},

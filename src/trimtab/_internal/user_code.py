@@ -36,7 +36,7 @@ def in_worker() -> bool:
     return _INSIDE or bool(os.environ.get(IN_WORKER))
 
 
-def outside_workers(what: str) -> None:
+def refuse_in_worker(what: str) -> None:
     """Refuse to start ``what`` in a worker process: a script that starts it on import would start workers without end.
 
     Raises:

@@ -22,7 +22,7 @@ def by_name(cls: type[T]) -> type[T]:
 
     @functools.wraps(made)
     def checked(self: T, *values: Any, **given: Any) -> None:
-        if problem := _wrong(cls, len(values), given):
+        if problem := _constructor_problem(cls, len(values), given):
             raise UsageError(problem)
         made(self, **given)
 
@@ -30,7 +30,7 @@ def by_name(cls: type[T]) -> type[T]:
     return cls
 
 
-def _wrong(cls: type[Any], unnamed: int, given: dict[str, Any]) -> str | None:
+def _constructor_problem(cls: type[Any], unnamed: int, given: dict[str, Any]) -> str | None:
     fields = [field for field in dataclasses.fields(cls) if field.init]
     known, name = [field.name for field in fields], cls.__name__
     if unnamed:
@@ -46,14 +46,14 @@ def _wrong(cls: type[Any], unnamed: int, given: dict[str, Any]) -> str | None:
 
 def _unknown(name: str, kind: str, word: str, value: Any, known: Iterable[str], owner: Any) -> str:
     """The message about the unknown argument ``word`` of ``owner``: the dataclass that has such a field, or a similar name."""
-    if call := _grouped(owner, word, value, 2):
+    if call := _field_in_group(owner, word, value, 2):
         return f"{word} is in {call[1]}: {name}({call[0]})."
     near = difflib.get_close_matches(word, list(known), 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{name} has no {kind} {word!r}.{hint} It takes: {', '.join(known)}."
 
 
-def _grouped(owner: Any, word: str, value: Any, depth: int) -> tuple[str, str] | None:
+def _field_in_group(owner: Any, word: str, value: Any, depth: int) -> tuple[str, str] | None:
     """``limits=Limits(max_drop=0.01)`` and ``Limits``, if an argument of ``owner`` is a dataclass with a field ``word``, or
     with such a dataclass in it."""
     try:
@@ -68,7 +68,7 @@ def _grouped(owner: Any, word: str, value: Any, depth: int) -> tuple[str, str] |
                 text = repr(value)
                 shown = text if len(text) < 40 and "\n" not in text else "..."
                 return f"{argument}={group.__name__}({word}={shown})", group.__name__
-            if depth > 1 and (inner := _grouped(group, word, value, depth - 1)):
+            if depth > 1 and (inner := _field_in_group(group, word, value, depth - 1)):
                 return f"{argument}={group.__name__}({inner[0]})", inner[1]
     return None
 
@@ -85,7 +85,7 @@ def checked_call(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 signature.bind(*values, **given)
             except TypeError as error:
-                raise UsageError(_misfit(name, function, signature, len(values), given) or f"{name}: {error}.") from None
+                raise UsageError(_call_problem(name, function, signature, len(values), given) or f"{name}: {error}.") from None
             return function(*values, **given)
 
         return checked
@@ -93,7 +93,7 @@ def checked_call(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorated
 
 
-def _misfit(name: str, function: Any, signature: inspect.Signature, unnamed: int, given: dict[str, Any]) -> str | None:
+def _call_problem(name: str, function: Any, signature: inspect.Signature, unnamed: int, given: dict[str, Any]) -> str | None:
     parameters = {key: value for key, value in signature.parameters.items() if key not in ("self", "cls")}
     unnamed -= len(parameters) < len(signature.parameters)
     positional = [key for key, value in parameters.items() if value.kind is value.POSITIONAL_OR_KEYWORD]

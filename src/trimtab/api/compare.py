@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from trimtab._internal.files import path_of
 from trimtab._internal.units import positive
-from trimtab._internal.user_code import outside_workers
+from trimtab._internal.user_code import refuse_in_worker
 from trimtab._internal.validation import checked_call
 from trimtab.artifact.manifest import MANIFEST
 from trimtab.core.measurement import Comparison, Interval, Measurement
@@ -109,7 +109,7 @@ def compare(
         MeasurementError: a process died; the message has the end of its log.
         StorageError: temporary files cannot be written.
     """
-    outside_workers("trimtab.compare")
+    refuse_in_worker("trimtab.compare")
     if objective not in TIMED:
         raise UsageError(f"objective is {objective!r}; what is timed can be {' or '.join(TIMED)}.")
     positive(seconds, "seconds")
@@ -188,7 +188,7 @@ def _start(
     starts, which is lower if calls are slow."""
     with _scratch() as folder, BaselineServers({"objective": objective}, folder, workers) as sides:
         for name, job in jobs.items():
-            sides.begin(name, job)
+            sides.start_job(name, job)
         facts = {name: sides.ready(name, seconds=600.0) for name in jobs}
         runners = {name: RemoteRunner(address, sides.authkey) for name, address in sides.addresses.items()}
         subject, rival = runners["subject"], runners["rival"]

@@ -17,7 +17,7 @@ from trimtab._internal import units
 from trimtab._internal.files import path_of
 from trimtab._internal.serialization import write_json, write_text
 from trimtab._internal.text import of_type
-from trimtab._internal.user_code import outside_workers
+from trimtab._internal.user_code import refuse_in_worker
 from trimtab._internal.validation import checked_call
 from trimtab.core.diagnosis import Diagnosis
 from trimtab.core.workload import Training, Workload
@@ -115,7 +115,7 @@ def doctor(
             )
             print(found.score.sentence)
     """
-    outside_workers("trimtab.doctor")
+    refuse_in_worker("trimtab.doctor")
     seconds = units.positive(units.seconds(budget, "budget"), "budget")
     with contextlib.ExitStack() as stack:
         if isinstance(subject, (Workload, nn.Module)):

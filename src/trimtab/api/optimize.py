@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from trimtab._internal.serialization import write_json
 from trimtab._internal.text import of_type
 from trimtab._internal.units import positive, seconds
-from trimtab._internal.user_code import outside_workers
+from trimtab._internal.user_code import refuse_in_worker
 from trimtab._internal.validation import checked_call
 from trimtab.artifact.staging import refuse_others
 from trimtab.core.limits import Limits
@@ -239,7 +239,7 @@ def checked_workload(workload: Workload | str | os.PathLike[str], caller: str) -
     Raises:
         UsageError: ``workload`` has another type, for example a model; or a worker process of a study calls this.
     """
-    outside_workers(caller)
+    refuse_in_worker(caller)
     found = os.fspath(workload) if isinstance(workload, os.PathLike) else workload
     if not isinstance(found, (Workload, str)):
         raise UsageError(

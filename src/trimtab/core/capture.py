@@ -96,7 +96,7 @@ class _Recorder:
 
     def _note(self, module: nn.Module, call: Call) -> None:
         number = self._seen + self._left_out + 1
-        if not self._wants(call, number):
+        if not self._is_wanted(call, number):
             self._left_out += 1
             return
         if any(getattr(part, "training", False) for part in module.modules()):
@@ -105,7 +105,7 @@ class _Recorder:
                 "statistics change what it computes. Call .eval() on the whole program before capture."
             )
         first = next(iter(self._structures), None)
-        call = call if first is None else arranged(call, first, self._parameters)
+        call = call if first is None else rearranged(call, first, self._parameters)
         leaves, structure = flatten((call.args, dict(call.kwargs)), f"Call {number} of the {type(module).__name__}")
         self._structures.setdefault(structure, number)
         index, self._seen = self._seen, self._seen + 1
@@ -117,7 +117,7 @@ class _Recorder:
             self._kept.append((index, [_copied(leaf) for leaf in leaves]))
             self._thin()
 
-    def _wants(self, call: Call, number: int) -> bool:
+    def _is_wanted(self, call: Call, number: int) -> bool:
         if self._keep is None:
             return True
         with user_code(f"keep raised when it was asked about call {number}", "It gets a Call, with its args and kwargs."):
@@ -141,7 +141,7 @@ class _Recorder:
         if self._problem is not None:
             raise self._problem
         if not self._seen:
-            raise UsageError(_never(name, self._left_out))
+            raise UsageError(_not_called(name, self._left_out))
         (structure, first), *others = self._structures.items()
         if others:
             other, number = others[0]
@@ -159,9 +159,9 @@ def difference(first: Structure, other: Structure, one: int, two: int) -> str:
     found = first_difference(_arguments(first), _arguments(other), "")
     assert found is not None
     where, mine, yours = found
-    if mine.kind == yours.kind and (apart := sorted({*mine.keys} ^ {*yours.keys})):
-        present, absent = (one, two) if apart[0] in mine.keys else (two, one)
-        return f"{where and f'{where}.'}{apart[0]} is given in call {present} and missing in call {absent}"
+    if mine.kind == yours.kind and (unshared := sorted({*mine.keys} ^ {*yours.keys})):
+        present, absent = (one, two) if unshared[0] in mine.keys else (two, one)
+        return f"{where and f'{where}.'}{unshared[0]} is given in call {present} and missing in call {absent}"
     return f"{where or 'the call'} is {described(mine)} in call {one} and {described(yours)} in call {two}"
 
 
@@ -172,7 +172,7 @@ def _arguments(structure: Structure) -> Structure:
     return Structure("dict", (*numbered, *kwargs.keys), (*args.items, *kwargs.items))
 
 
-def arranged(call: Call, like: Structure, parameters: Sequence[str]) -> Call:
+def rearranged(call: Call, like: Structure, parameters: Sequence[str]) -> Call:
     """``call`` with its arguments passed by position and keyword as in structure ``like``, as far as their names are known."""
     positional, keyword = (len(like.items[0].items), like.items[1].keys)
     args, rest = list(call.args), dict(call.kwargs)
@@ -192,7 +192,7 @@ def _copied(leaf: torch.Tensor) -> torch.Tensor:
         return leaf.detach().clone().cpu()
 
 
-def _never(name: str, left_out: int) -> str:
+def _not_called(name: str, left_out: int) -> str:
     if left_out:
         return f"keep refused all {left_out} calls of the {name}. Let at least one through."
     return (

@@ -8,7 +8,7 @@ from torch import nn
 
 from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab.core.candidate import Candidate, call_model
-from trimtab.core.capture import Call, arranged, difference
+from trimtab.core.capture import Call, difference, rearranged
 from trimtab.core.dynamic_dims import Dims, accepted_dim, dim_names, mark_dynamic, replaced, resized, sizes_of, without
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, specs
 from trimtab.errors import UsageError, WorkloadError
@@ -27,7 +27,7 @@ def specs_of(model: nn.Module, calls: Sequence[Call]) -> list[Specs]:
     structures: list[Structure] = []
     parameters = parameter_names(model.forward, len(calls[0].args))
     for given in calls:
-        call = arranged(given, structures[0], parameters) if structures else given
+        call = rearranged(given, structures[0], parameters) if structures else given
         leaves, structure = flatten((call.args, dict(call.kwargs)), "inputs of the data" if found else "inputs")
         structures.append(structure)
         if structure != structures[0]:

@@ -70,16 +70,16 @@ def _code_without_file(value: Any, module: str, seen: set[Any]) -> Iterator[byte
         return
     seen.add(value)
     if isinstance(value, types.FunctionType):
-        yield from _of_code(value.__code__)
+        yield from _code_bytes(value.__code__)
     for _, each in sorted((vars(value) if isinstance(value, type) else value.__globals__).items()):
         yield from _code_without_file(each, module, seen)
 
 
-def _of_code(code: types.CodeType) -> Iterator[bytes]:
+def _code_bytes(code: types.CodeType) -> Iterator[bytes]:
     yield repr((code.co_name, code.co_code, code.co_names)).encode()
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from _of_code(each)
+            yield from _code_bytes(each)
         else:  # a set has another order in each process
             yield repr(sorted(map(repr, each)) if isinstance(each, frozenset) else each).encode("utf-8", "surrogatepass")
 

@@ -18,7 +18,7 @@ from trimtab.core.backend import Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.measurement import LEAST_GAIN, Comparison, Drop, Interval, Measurement, Parity
 from trimtab.core.recipe import Recipe
-from trimtab.evaluation.evaluate import BUILT, Plan, apply_passes, build, load_saved, own_pids, runner_for, timing
+from trimtab.evaluation.evaluate import BUILT, Plan, apply_passes, build, load_saved, own_pids, runner_for, timing_figures
 from trimtab.evaluation.fidelity import output_parity, write_mismatch
 from trimtab.evaluation.prepared_workload import Subject, fresh_inputs
 from trimtab.evaluation.reference import drop, predict, reference_of, score
@@ -169,7 +169,7 @@ def _speed_problem(
 ) -> str | None:
     runner = runner_for(executable, candidate, subject, plan.objective)
     found = pooled([*earlier.get("as_written", ()), time_start(runner, rivals["as_written"], plan)], seen)
-    figures |= timing(found, executable, candidate, subject, plan.objective)
+    figures |= timing_figures(found, executable, candidate, subject, plan.objective)
     if (tuned := rivals.get("tuned")) is not None:
         figures["against_tuned"] = pooled([*earlier.get("tuned", ()), time_start(runner, tuned, plan)]).ratio
     limits, latency = plan.limits, figures["latency_ms"].median

@@ -156,7 +156,7 @@ def _pipeline(
     # a longer timing would have as few pairs
     slow = first.pairs <= SLOW_PAIRS and time.perf_counter() - begun >= plan.seconds
     behind = first.ratio.high < plan.best
-    figures |= timing(first, executable, candidate, subject, plan.objective)
+    figures |= timing_figures(first, executable, candidate, subject, plan.objective)
     if (ratio := first.ratio).high < plan.floor:
         return State.STOPPED, (
             f"Rule 'hopeless': after a first timing it reaches {ratio.multiple()} of the model as written, surely below "
@@ -181,7 +181,7 @@ def _pipeline(
     if not (slow or behind or plan.brief):
         with stage("timing"):
             final = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline))
-        figures |= timing(final, executable, candidate, subject, plan.objective)
+        figures |= timing_figures(final, executable, candidate, subject, plan.objective)
     figures["notes"] += () if final.doubt is None else (final.doubt,)
     figures["sensitivity"] = _reported_sensitivity(recipe, subject.candidate)
     folder.mkdir(parents=True, exist_ok=True)
@@ -368,7 +368,7 @@ def rows(leaves: Sequence[torch.Tensor], signature: Signature) -> int:
     return leaves[0].shape[0] if leaves and leaves[0].dim() and signature.batched else 1
 
 
-def timing(
+def timing_figures(
     found: Comparison, executable: Executable, candidate: Candidate, subject: Subject, objective: Objective
 ) -> dict[str, Any]:
     """The figures of a trial that come from a comparison."""

@@ -143,10 +143,10 @@ def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Eval
     Outputs have the form that every runtime returns, so that the baseline is scored in the same way as all recipes.
     """
 
-    def handed(*args: Any, **kwargs: Any) -> Any:
+    def copied_call(*args: Any, **kwargs: Any) -> Any:
         return cloned(handed_on(call(*args, **kwargs)))
 
-    return _predicted(handed, batches, evaluation)
+    return _predicted(copied_call, batches, evaluation)
 
 
 def _predicted(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Evaluation | None) -> list[Any]:
@@ -192,7 +192,7 @@ def _lost_classes(
         return None
     try:
         with user_code("The model failed on the data"):
-            _judged(evaluation, _predicted(watched, batches, evaluation), batches)
+            _scored(evaluation, _predicted(watched, batches, evaluation), batches)
     except (WorkloadError, UsageError):
         return None
     if not met:
@@ -212,10 +212,10 @@ def score(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batc
     """
     if evaluation.metric is not None:  # the reference is read from a file, without classes
         outputs = [handed_on(output) for output in outputs]
-    return _judged(evaluation, outputs, batches)
+    return _scored(evaluation, outputs, batches)
 
 
-def _judged(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batch]) -> Scores:
+def _scored(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batch]) -> Scores:
     if evaluation.metric is not None:
         counts, targets = _counts(outputs, batches), [batch.target for batch in batches]
         whole = joined(outputs, counts)(None), joined(targets, counts)(None)

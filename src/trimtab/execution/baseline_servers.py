@@ -53,9 +53,9 @@ class BaselineServers:
 
     def start(self, name: str, recipe: Recipe, *, fresh: bool) -> None:
         """Start to build ``recipe`` in a process of its own; :meth:`ready` waits for it."""
-        self.begin(name, {"recipe": recipe.to_json(), "fresh": fresh})
+        self.start_job(name, {"recipe": recipe.to_json(), "fresh": fresh})
 
-    def begin(self, name: str, what: Mapping[str, Any]) -> None:
+    def start_job(self, name: str, what: Mapping[str, Any]) -> None:
         """Start to serve ``what`` (see :func:`trimtab.execution.jobs.inference.serve_job`) in a process of its own."""
         address = self._sockets / name
         address.unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def _may_be_heavy(operator: Any) -> bool:
 def _formulas() -> dict[Any, Formula]:
     """Formulas by operator, for the operators that this build of torch has."""
     return {
-        operator: _raw(formula)
+        operator: _tensor_formula(formula)
         for formula, names in _OPERATORS.items()
         for name in names.split()
         if (operator := _operator(name)) is not None
@@ -115,7 +115,7 @@ def _operator(name: str) -> Any | None:
     return getattr(getattr(torch.ops, namespace), operator, None)
 
 
-def _raw(formula: Formula) -> Formula:
+def _tensor_formula(formula: Formula) -> Formula:
     """Mark ``formula`` so that torch's counter passes tensors instead of shapes: packed weights need more than shapes."""
 
     def counted(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -219,7 +219,7 @@ def _added_product(out: Any, bias: Any, a: torch.Tensor, *rest: Any, **more: Any
     return 2 * a.numel()
 
 
-def _activated(out: torch.Tensor, bias: Any, a: torch.Tensor, *rest: Any, **more: Any) -> int:
+def _activated_product(out: torch.Tensor, bias: Any, a: torch.Tensor, *rest: Any, **more: Any) -> int:
     return 2 * a.numel() * out.shape[-1]
 
 
@@ -246,6 +246,6 @@ _OPERATORS: Mapping[Formula, str] = {
     _convolution_backward: "aten::convolution_backward",
     _product: "aten::mv aten::dot aten::vdot",
     _added_product: "aten::addmv",
-    _activated: "aten::_addmm_activation",
+    _activated_product: "aten::_addmm_activation",
     _bilinear: "aten::_trilinear",
 }

@@ -106,7 +106,7 @@ def compare_outputs(
     if gated is None:
         loose = {name for (name, _), axes in free.items() if axes}
         gated = {each.name for each in kept if each.name not in loose} if len(kept) > 1 else ()
-    reasons = _judged(rows, masks, figures, [each for each in kept if each.name in gated], exact, max_error, scored)
+    reasons = _objections(rows, masks, figures, [each for each in kept if each.name in gated], exact, max_error, scored)
     reason = next((each for each in reasons if each is not None), None)
     return dataclasses.replace(_worst(figures, reason, n), left_out=left_out)
 
@@ -139,7 +139,7 @@ def _gathered(
     return rows, left_out, None
 
 
-def _judged(
+def _objections(
     rows: _Rows,
     masks: Mapping[tuple[str, torch.dtype], float],
     figures: Sequence[Figures],

@@ -41,7 +41,7 @@ def _measured(study: Study, artifact: str, seconds: tuple[float, float], meter: 
     power = Power(meter)
     with study.runner.servers(f"{RIVALS}/energy") as servers:
         for (name, baseline), call_s in zip((("subject", False), ("rival", True)), seconds, strict=True):
-            servers.begin(name, {"artifact": artifact, "trust": True, "baseline": baseline})  # just written by this study
+            servers.start_job(name, {"artifact": artifact, "trust": True, "baseline": baseline})  # just written by this study
             servers.ready(name, seconds=READY_S, interrupted=study.interrupted)
             power.measure(name, RemoteRunner(servers.addresses[name], servers.authkey), call_s)
             servers.stop(name)

@@ -142,7 +142,7 @@ class Result:
         The model as written, and an original that is kept, get the latency that the confirmation measured in turns with what
         ships, if it was timed: a latency of another minute does not fit the confirmed speed-up.
         """
-        confirmed = self.best.confirmation if self.best is not None and rung in (None, "best") else self._again(trial)
+        confirmed = self.best.confirmation if self.best is not None and rung in (None, "best") else self._confirmation_of(trial)
         entry = ranking.entry(trial, self.study.options.limits, rung=rung, confirmed=confirmed)
         ships, original = self._ships, self.study.baseline
         if ships is None:
@@ -157,7 +157,7 @@ class Result:
             entry["latency_ms"] = {"median": written.median, "p90": written.p90}
         return entry
 
-    def _again(self, trial: Trial) -> Confirmation | None:
+    def _confirmation_of(self, trial: Trial) -> Confirmation | None:
         """The confirmation of ``trial`` if it ships and is not the model as written, which figures are relative to; else
         ``None``."""
         if self.best is None or self.kept or trial.recipe != self.best.trial.recipe or trial.recipe == self.study.baseline:

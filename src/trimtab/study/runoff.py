@@ -157,7 +157,7 @@ def _start(study: Study, other: Trial, first: Trial, plan: Plan, until: float | 
         "seconds": seconds,
     }
     with study.runner.servers(RUNOFF) as rivals:
-        rivals.begin(name, {"recipe": first.recipe.to_json(), "fresh": False, "files": str(study.runner.files(first))})
+        rivals.start_job(name, {"recipe": first.recipe.to_json(), "fresh": False, "files": str(study.runner.files(first))})
         job["address"] = rivals.addresses[name]
         try:
             with study.runner.worker(job, study.folder / RUNOFF / other.recipe.hash) as worker:

@@ -74,10 +74,10 @@ def finish(study: Study, *, end: float | None = None) -> tuple[ranking.Status, s
     shared = ("speedup", "latency_ms", "throughput", "score", "drop", "peak_mb")
     figures = {name: getattr(original, name) for name in shared} | {"baseline_score": original.score}
     kept = Confirmation(recipe=original.recipe, ok=True, loaded=False, again=False, **figures)
-    return "kept_original", stay(lost, measured), Best(trial=original, confirmation=kept, artifact=None)
+    return "kept_original", why_settings_stay(lost, measured), Best(trial=original, confirmation=kept, artifact=None)
 
 
-def stay(lost: list[str], measured: int) -> str:
+def why_settings_stay(lost: list[str], measured: int) -> str:
     """Why the settings as written stay: the reasons in ``lost``, or that none of ``measured`` others won."""
     if lost:
         return f"The settings as written stay. {' '.join(lost)}"

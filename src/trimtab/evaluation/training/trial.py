@@ -56,7 +56,7 @@ def _pipeline(
     figures |= {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "notes": notes}
     with stage("first timing"):
         first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=own_pids(baseline))
-    figures |= timed(first, subject)
+    figures |= timing(first, subject)
     if first.ratio.high < plan.floor:
         return State.STOPPED, (
             f"Rule 'hopeless': after a first timing it runs at {_times(first.ratio)} of the settings as written, surely below "
@@ -64,7 +64,7 @@ def _pipeline(
         )
     with stage("timing"):
         found, remark = trial_timing(runner, baseline, plan)
-    figures |= timed(found, subject)
+    figures |= timing(found, subject)
     figures["notes"] += tuple(words for words in (remark, found.doubt) if words is not None)
     return State.COMPLETE, None
 
@@ -100,7 +100,7 @@ def confirm(
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
     found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline))
-    figures |= timed(found, subject) | {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "baseline_score": reference.final}
+    figures |= timing(found, subject) | {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "baseline_score": reference.final}
     reason = _loss_problem(recipe, figures["parity"], figures.get("drop"), reference)
     reason = reason or _memory_problem(figures["peak_mb"], plan) or (_gain_problem(found) if must_win else None)
     undecided = reason is not None and must_win and found.ratio.doubtful
@@ -124,7 +124,7 @@ def judged(recipe: Recipe, subject: TrainingSubject, reference: BaselineLosses, 
     )
 
 
-def timed(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
+def timing(found: Comparison, subject: TrainingSubject) -> dict[str, Any]:
     """The figures of a comparison for a trial."""
     return {
         "comparison": found,

@@ -30,35 +30,35 @@ class GreedySampler(Sampler):
         steps = search_space.training()
         exact, lossy = ([step for step in steps if step.exact == kind] for kind in (True, False))
         cheap, compiled = ([step for step in exact if ("compile" in step.sets) == kind] for kind in (False, True))
-        best = yield from _added("lossless", cheap, trained_as_written(), done, facts)
-        best = yield from _added("lossless", compiled, best, done, facts)  # takes longest, so that all else is added up before
-        yield from _added("precision", lossy, best, done, facts)
+        best = yield from _greedy_additions("lossless", cheap, trained_as_written(), done, facts)
+        best = yield from _greedy_additions("lossless", compiled, best, done, facts)  # slow, so all else is added first
+        yield from _greedy_additions("precision", lossy, best, done, facts)
 
 
-def _added(
+def _greedy_additions(
     stage: str, steps: Sequence[Pass], base: Recipe, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Recipe]:
     """Ask for each of ``steps`` on ``base``, then for the other gains on top of the best one. Returns the best recipe.
 
     Noise makes some useless steps look faster. So the lower end of a step's speed-up must exceed the speed-up of its base.
     """
-    alone, floor = [_with(base, step) for step in steps], _measured(base, done, facts)
-    for recipe in alone:
+    single, floor = [_with_step(base, step) for step in steps], _measured(base, done, facts)
+    for recipe in single:
         yield Ask(stage, recipe, floor)
-    paying = sorted((r for r in alone if _speed(r, done, facts) > floor), key=lambda r: -_speed(r, done, facts))
-    together = paying[0] if paying else base
+    paying = sorted((r for r in single if _speed(r, done, facts) > floor), key=lambda r: -_speed(r, done, facts))
+    combined = paying[0] if paying else base
     for recipe in paying[1:]:
         step = recipe.passes[-1]
-        if any(step.sets & taken.sets for taken in together.passes):
+        if any(step.sets & taken.sets for taken in combined.passes):
             continue
-        more, bar = _with(together, step), _measured(together, done, facts)
+        more, bar = _with_step(combined, step), _measured(combined, done, facts)
         yield Ask(stage, more, bar)
         if _speed(more, done, facts) > bar:
-            together = more
-    return together
+            combined = more
+    return combined
 
 
-def _with(recipe: Recipe, step: Pass) -> Recipe:
+def _with_step(recipe: Recipe, step: Pass) -> Recipe:
     return dataclasses.replace(recipe, passes=(*(p for p in recipe.passes if p.name != step.name), step))
 
 

@@ -238,7 +238,7 @@ def _four_bits(backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Tr
         forms = [dataclasses.replace(recipe, backend=form) for form in search_space.variants(backend) if form.quantizes]
         eight = [form for form in forms if not form.backend.needs and not _is_four_bits(form.backend)]
         known, plain = next((done[form.hash] for form in eight if form.hash in done), None), done.get(recipe.hash)
-        if known is None or plain is None or not holds(known) or not _pays(known, plain, facts, least=FOUR_BITS_PAY):
+        if known is None or plain is None or not holds(known) or not _is_worthwhile(known, plain, facts, least=FOUR_BITS_PAY):
             continue
         yield from (Ask("precision", form) for form in forms if _is_four_bits(form.backend))
 
@@ -270,7 +270,7 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     steps = [step for step in search_space.compressing() if "auto" in facts.compress or step.name not in AUTO_ONLY]
     steps = sorted(steps, key=lambda step: step.name in AUTO_ONLY) if facts.tries("prune") else []
     steps += [PASSES["swap_activations"]()] if "activations" in facts.compress else []
-    trained = _Trainings()
+    trained = _AskedTrainings()
     plain = {trial.recipe.backend.name: trial for trial in _fastest(done, exact=True)}
     for fastest in _fastest(done):
         for base in (fastest, plain.get(fastest.recipe.backend.name, fastest)):
@@ -291,7 +291,7 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
 
 
 @dataclasses.dataclass
-class _Trainings:
+class _AskedTrainings:
     """The trainings asked for."""
 
     passes: set[tuple[Pass, ...]] = dataclasses.field(default_factory=set)
@@ -300,7 +300,7 @@ class _Trainings:
 
 
 def _ratios(
-    start: Trial, step: Pass, trained: _Trainings, done: Mapping[str, Trial], facts: SearchState
+    start: Trial, step: Pass, trained: _AskedTrainings, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Trial]:
     """Ask for ``step`` at each ratio on top of ``start``, mildest first, as long as each keeps the limit and gains over the one
     before: untrained, and trained if it does not keep the limit untrained. Returns the fastest trial that keeps the limit.
@@ -332,7 +332,7 @@ def _ratios(
                 if failures == 2 or timed.state is State.SKIPPED:
                     break
                 continue
-            if not _pays(timed, best, facts):
+            if not _is_worthwhile(timed, best, facts):
                 continue
             held = timed if holds(timed) else None
         while held is None and longer < len(facts.updates):
@@ -348,7 +348,7 @@ def _ratios(
                 return best
             if held is None or not _well_within_limit(trial):
                 longer += 1
-        if held is None or (step.trained_only and not _pays(held, best, facts)):
+        if held is None or (step.trained_only and not _is_worthwhile(held, best, facts)):
             break
         best, longer = held, min(longer, len(facts.updates) - 1)
     made = next((step.updates for step in best.recipe.passes if step.name == TRAINER), None)  # type: ignore[attr-defined]
@@ -403,7 +403,7 @@ def _fastest(done: Mapping[str, Trial], *, exact: bool = False) -> list[Trial]:
     return [trial for trial in order if _speed(trial) >= PROMISING * _speed(order[0])][:MOST_RUNTIMES]
 
 
-def _pays(trial: Trial, over: Trial, facts: SearchState, least: float = PAYS) -> bool:
+def _is_worthwhile(trial: Trial, over: Trial, facts: SearchState, least: float = PAYS) -> bool:
     """Whether ``trial`` is better than ``over`` in the objective by the factor ``least``, from which on it is worth a training,
     or one is unmeasured."""
     one, other = facts.value(trial), facts.value(over)
