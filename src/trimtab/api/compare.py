@@ -50,7 +50,7 @@ class Timing:
     """Examples per second of the subject, if throughput was asked for. The times in ``comparison`` are then those of as many
     examples as the example inputs have, with several requests at once."""
     rival_throughput: Measurement | None = None
-    """The same of the rival."""
+    """Examples per second of the rival, if throughput was asked for."""
 
     def __str__(self) -> str:
         found = self.comparison

@@ -41,11 +41,11 @@ _NAMED = re.compile(r"\.py:[A-Za-z_]\w*$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is examined, and how."""
+    """The arguments of a diagnosis."""
 
     command: Command
     words: tuple[str, ...]
-    """What the user calls it: the words of the command line."""
+    """The words of the command line that name the subject."""
     seconds: float = BUDGET_S
     steps: int = 40
     in_place: bool = False

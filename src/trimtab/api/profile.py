@@ -39,14 +39,14 @@ class KeptTensor:
     device: str
     count: int
     mb: float
-    """Of all of them, in MB (10**6 bytes); storage that tensors share counts once for each."""
+    """Memory of all of them, in MB (10**6 bytes). Storage that tensors share is counted for each."""
     graph: bool
     """Whether they hold a graph of autograd, which keeps further tensors alive: ``losses.append(loss)``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What one run of a block cost. Memory is that of the process in MB (10**6 bytes)."""
+    """The cost of one run of a block. Memory is that of the process in MB (10**6 bytes)."""
 
     schema: ClassVar[int] = 1
 

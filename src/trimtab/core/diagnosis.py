@@ -22,7 +22,7 @@ LOSSES_STAY = ("equal", "within rounding")
 
 
 def standing(finding: Finding) -> Standing:
-    """What the measurement of ``finding`` says about its remedy."""
+    """Classify the remedy of ``finding`` by its measurement."""
     if finding.settings is None or not finding.settings.changes():
         return "advice"
     if finding.gain is None or finding.gain.unclear:
@@ -109,7 +109,7 @@ class Diagnosis:
     schema: ClassVar[int] = 1
 
     words: tuple[str, ...]
-    """What followed ``trimtab doctor`` on the command line, without options."""
+    """Arguments of ``trimtab doctor`` on the command line, without options."""
     record: ProbeRecord
     findings: tuple[Finding, ...]
     """Errors first, then by measured gain, then by the most that advice can bring."""

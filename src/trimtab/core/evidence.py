@@ -75,7 +75,7 @@ class LoaderRecord:
     batches: int = 0
     """Batches handed out during steps."""
     iterators: int = 0
-    """How often an iterator was made: epochs."""
+    """Number of iterators that were made, one per epoch."""
     start_ms: float = 0.0
     """Median time to make an iterator and its workers, of one epoch."""
     wait_ms: float = 0.0
@@ -105,7 +105,7 @@ class OptimizerRecord:
     tensors: int
     elements: int
     kernel: Literal["fused", "foreach", "single", "own"]
-    """What torch runs for the flags as they stand; ``own`` for an optimizer that is not torch's."""
+    """torch's implementation under the present flags; ``own`` for an optimizer that is not torch's."""
     can_fuse: bool = False
     ms: float = 0.0
     """Milliseconds of one ``step()``."""
@@ -239,7 +239,7 @@ class DistributedRecord:
     unused_found: bool = False
     """Whether there were parameters without a gradient."""
     skew_ms: float | None = None
-    """How much later than the first the last rank of this machine began a backward pass that reduces gradients, median."""
+    """Median delay from the first to the last rank of this machine at the start of a backward pass that reduces gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

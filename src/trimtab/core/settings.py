@@ -114,10 +114,10 @@ class OptimizerSettings(_Checked):
     clip_value: float | None = None
     """Largest absolute value of each element of the gradient, clipped once per update, after ``clip_norm``."""
     scale_lr: Literal["linear", "sqrt"] | None = None
-    """How the learning rate, chosen for updates from one batch of the loader, follows the batches that an update has, over
-    ``data.accumulate`` and all processes: times their number, or times its square root."""
+    """Factor on the learning rate, which is chosen for updates from one batch of the loader: the batches per update, over
+    ``data.accumulate`` and all processes, or the square root of their number."""
     nonfinite: Literal["raise", "skip", "stop", "ignore"] = "raise"
-    """What a loss or gradient that is not finite leads to: an error, an update left out, the end of the run, or nothing.
+    """Action on a loss or gradient that is not finite: raise an error, skip the update, stop the run, or none.
     ``"ignore"`` does not check, which saves reading every gradient."""
 
 
@@ -166,7 +166,7 @@ class Settings(_Checked):
     threads: int | None = None
     """Intra-operator threads."""
     device: str = "cpu"
-    """Where the model is trained: ``"cuda"`` for a GPU. What is on a GPU already is not moved off it."""
+    """Device that the model is trained on: ``"cuda"`` for a GPU. A model that is on a GPU already stays there."""
     memory_format: Literal["contiguous", "channels_last", "auto"] = "contiguous"
     """Layout of 4-D activations and weights."""
     compile: bool | Literal["auto"] = False

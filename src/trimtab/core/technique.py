@@ -45,7 +45,7 @@ class Technique(abc.ABC):
     name: ClassVar[str]
     """The name of its file, unless the class sets another."""
     modes: ClassVar[frozenset[Mode]] = frozenset({"infer"})
-    """What it is for. In training only the settings that a pass changes are used, not the model that it returns."""
+    """The uses of the technique. In training only the settings that a pass changes are used, not the model that it returns."""
     verbose: ClassVar[bool] = False
     """Whether ``str()`` shows fields with default values too."""
     requires: ClassVar[tuple[str, ...]] = ()
@@ -166,7 +166,7 @@ class SettingPass(Pass):
     """A pass that changes one setting: to the value of its only field, or to ``True``."""
 
     def apply(self, candidate: Candidate) -> Candidate:
-        """The same model with the setting, which backends and the Trainer apply."""
+        """``candidate`` with the setting, which backends and the Trainer apply."""
         (setting,) = self.sets
         return candidate.with_settings({setting: next(iter(vars(self).values()), True)})
 

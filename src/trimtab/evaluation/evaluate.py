@@ -301,7 +301,7 @@ def build(recipe: Recipe, candidate: Candidate) -> tuple[Executable, float]:
 
 
 def runner_for(executable: Executable, candidate: Candidate, subject: Subject, objective: Objective) -> Runner:
-    """What is timed: one call on the example, or concurrent requests if throughput is the objective, per example batch."""
+    """The runner that is timed: one call on the example; for throughput, concurrent requests, in time per example batch."""
     if objective != "throughput":
         return one_call(executable, *candidate.own_inputs())
     return concurrent_requests(executable, candidate.own_leaves(), rows(subject.candidate.leaves, executable.signature))

@@ -114,7 +114,7 @@ def _profiled(
 
 
 def _dtype(recipe: Recipe, executable: Executable) -> Dtype:
-    """What the backend says, or the type that autocast casts to."""
+    """The data type of the matrix products: that of autocast, else that of the backend."""
     named = executable.settings.precision.autocast or recipe.backend.arithmetic
     return typing.cast(Dtype, named) if named in typing.get_args(Dtype) else "float32"
 

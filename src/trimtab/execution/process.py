@@ -54,7 +54,7 @@ class Outcome:
     ended_by: Literal["time", "memory"] | None = None
     """The limit that it exceeded, if it was killed for that; ``memory`` also if the system killed it for want of memory."""
     limit: float | None = None
-    """That limit, in seconds or megabytes; ``None`` if the system killed it, so that any limit allows another try."""
+    """The exceeded limit, in seconds or megabytes; ``None`` if the system killed it, so that any limit allows another try."""
 
 
 class WorkerProcess:

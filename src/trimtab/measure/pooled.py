@@ -146,7 +146,7 @@ def number_of_starts(candidate_s: float, rival_s: float, seconds: float) -> int:
 
 
 class StartTiming(NamedTuple):
-    """How one start is timed."""
+    """Duration and quads of the timing in one start."""
 
     seconds: float
     min_quads: int

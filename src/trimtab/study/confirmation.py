@@ -96,7 +96,7 @@ def confirm(
 
 
 def _rivals(study: Study, trial: Trial, eager: Trial, *, itself: bool) -> dict[str, Recipe]:
-    """What ``trial`` is timed against, which is never itself. The original that stays (``itself``) is timed in the form that
+    """The recipes that ``trial`` is timed against, never itself. The original that stays (``itself``) is timed in the form that
     ships, whose speed may differ; if nothing else was tried, time is short and it is not timed."""
     if itself and not ranking.other_runtimes(study.trials):
         return {}

@@ -173,21 +173,21 @@ class Record:
     refused: tuple[Confirmation, ...] = ()
     """Confirmations that failed, in order."""
     steps: tuple[Step, ...] = ()
-    """What each step of the recipe that ships brought, from the trials of the search."""
+    """Gain of each step of the recipe that ships, from the trials of the search."""
     note: str | None = None
     """The user's own note on the study."""
     trainings: tuple[Trained, ...] = ()
     """The trainings of smaller networks, in order."""
     compress: tuple[str, ...] = ()
-    """How smaller networks were asked for."""
+    """The ``compress`` option of the study."""
     train_s: float | None = None
-    """Seconds that these may take in all; ``None`` if nothing was said."""
+    """Time budget of all trainings in seconds; ``None`` without one."""
     untried: tuple[str, ...] = ()
     """Recipes that the budget left no time for in the last run, in the order of the search."""
     energy: Energy | None = None
     """Energy of a call of what ships and of the original, or the reason why it is unknown."""
     verified: Verified | None = None
-    """What ``trimtab verify`` has recorded beside the artifact since; filled in by :meth:`read`."""
+    """Latest record of ``trimtab verify`` beside the artifact; set by :meth:`read`."""
 
     @property
     def winner(self) -> Trial | None:
@@ -288,7 +288,7 @@ def _read(path: pathlib.Path, owner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(known: Mapping[str, Any], owner: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What the folder was made for instead, and a hint. Differences that explain others come first; ``None`` if none."""
+    """The difference that is named, as the end of a sentence, and a hint; ``None`` without one. Causes come before effects."""
     same = {key for key in owner if known[key] == owner[key]}
     another = f"for another workload ({known['name']}, {known['fingerprint']}; this is {owner['name']}, {owner['fingerprint']})"
     if not {"name", "identity"} <= same:

@@ -169,7 +169,7 @@ class Result:
         return without_repeats(self.sentence, [*self.study.prepared.notes, *self.study.notes, *busy(self.study.record())])
 
     def steps(self) -> tuple[waterfall.Step, ...]:
-        """What each step of the recipe that ships brought, from the trials of the search; empty if the original ships."""
+        """Gain of each step of the recipe that ships, from the trials of the search; empty if the original ships."""
         if (ships := self._ships) is None or self.kept:
             return ()
         training, to_beat = self.study.task.mode == "train", self.study.to_beat

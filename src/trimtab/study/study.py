@@ -284,7 +284,7 @@ class Study:
         return self.prepared.why_not(recipe) or self.trainings.why_not(recipe)
 
     def plan(self, *, seconds: float, **more: Any) -> Plan:
-        """How trials are checked and timed, for ``seconds``; ``more`` are other fields of the plan."""
+        """The plan of a trial with ``seconds`` of timing; ``more`` are other fields of the plan."""
         return Plan(objective=self.options.objective, limits=self.options.limits, quick_s=seconds / 4, seconds=seconds, **more)
 
     def _keep_thread_limit(self) -> None:
@@ -311,7 +311,7 @@ class Study:
         )
 
     def _plan_for(self, ask: Ask) -> Plan:
-        """How the trial of ``ask`` is timed, with thresholds for its first timing, which the model as written does not have.
+        """The plan for the trial of ``ask``. All but the model as written get thresholds for their first timing.
 
         Within a budget the form of every runtime without loss is timed briefly, before others are timed at length. A training
         whose gain is left open is timed a second time.

@@ -41,7 +41,7 @@ class Task(abc.ABC):
     @property
     @abc.abstractmethod
     def baseline(self) -> Recipe:
-        """What everything is measured against: the workload as written."""
+        """The recipe that all others are measured against: the workload as written."""
 
     @abc.abstractmethod
     def sampler(self, storage: Storage, options: Options) -> Sampler:

@@ -1,4 +1,4 @@
-"""What each step of the recipe that ships brought, from the trials that the search has measured."""
+"""Gain of each step of the recipe that ships, from the trials that the search has measured."""
 
 from __future__ import annotations
 

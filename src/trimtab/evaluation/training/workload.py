@@ -55,7 +55,7 @@ class TrainingSubject:
     workload: Workload
     training: Training
     settings: Settings
-    """As written, with every ``"auto"`` turned off, because the search decides these."""
+    """Settings as written, with every ``"auto"`` turned off, because the search decides them."""
     batches: Sequence[Batch]
     """The batches of the first updates, in the order of the workload's seed."""
     updates: int

@@ -65,7 +65,7 @@ class Ask:
 
 
 def first_asks() -> list[Ask]:
-    """What every search begins with: the model as written, eager mode, and without loss each runtime that compiles in seconds.
+    """The first recipes of every search: as written, eager mode, and without loss each runtime that compiles in seconds.
 
     The others compile for half a minute and more. They come late, because two of them would take a budget of two minutes, in
     which 8 bits and the number of threads bring more.
@@ -86,7 +86,7 @@ def _quick_runtimes() -> list[Backend]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchState:
-    """What a sampler knows about the study."""
+    """The state of a study that samplers read."""
 
     throughput: bool
     """Whether the objective is throughput, which batch size and overlapping requests affect."""
