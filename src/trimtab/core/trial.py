@@ -23,7 +23,7 @@ class State(enum.StrEnum):
     MISMATCH = "MISMATCH"
     """The outputs are wrong: NaN, another shape or dtype, or beyond the tolerance of an exact recipe."""
     STOPPED = "STOPPED"
-    """Ended early, because it could no longer win, or others needed the time."""
+    """Ended early, because it could no longer win, or other trials needed the time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

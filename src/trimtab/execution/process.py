@@ -52,7 +52,7 @@ class Outcome:
     cut_off: bool = False
     """Whether the study ended the worker because the study has to end; the recipe can be tried again."""
     ended_by: Literal["time", "memory"] | None = None
-    """The limit that it exceeded, if it was killed for that; ``memory`` also if the system killed it for want of memory."""
+    """The limit that it exceeded, if it was killed for that; ``memory`` also if the system killed it for lack of memory."""
     limit: float | None = None
     """The exceeded limit, in seconds or megabytes; ``None`` if the system killed it, so that any limit allows another try."""
 

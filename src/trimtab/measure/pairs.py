@@ -110,7 +110,7 @@ class Quad:
 
     @property
     def quiet(self) -> bool:
-        """Whether others had at most :data:`DISTURBED` of the CPUs, over the whole quad and in each block.
+        """Whether other processes had at most :data:`DISTURBED` of the CPUs, over the whole quad and in each block.
 
         A block is only some ticks of the kernel's clock long, so a single block gets a tolerance.
         """

@@ -159,7 +159,7 @@ def start_timing(seconds: float, count: int) -> StartTiming:
 
 
 def _log_times_at_same_pace(seen: Sequence[Measurement], starts: Sequence[Comparison]) -> list[float]:
-    """Logarithms of the times in ``seen`` during which the cores were about as fast as in the ``starts``: the others tell
+    """Logarithms of the times in ``seen`` that were measured at about the pace of the cores in ``starts``. All other times tell
     about the machine only."""
     paces = [pace for found in starts if (pace := _pace(found.rival)) is not None]
     usual = statistics.median(paces) if paces else math.nan

@@ -35,8 +35,8 @@ def confirm(
 ) -> Best:
     """Measure ``trial`` again and write its artifact, unless an earlier run of this study has confirmed it.
 
-    If load on the machine leaves the result undecided, the measurement is repeated once (``once_more``), lest the next best
-    trial win by accident.
+    If load on the machine leaves the result undecided, the measurement is repeated once (``once_more``), so that the
+    next best trial does not win by accident.
 
     Raises:
         StorageError: the artifact cannot be written. No other trial ships instead.

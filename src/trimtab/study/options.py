@@ -75,7 +75,7 @@ def parse_ways(text: str) -> tuple[str, ...]:
     """``"prune,distill"`` as the words in it, each once; empty for ``off``.
 
     Raises:
-        UsageError: an unknown word, or one that stands for itself beside others.
+        UsageError: an unknown word, or ``off`` or ``auto`` beside other words.
     """
     words = tuple(dict.fromkeys(word.strip() for word in str(text).split(",")))
     if words == (OFF,):

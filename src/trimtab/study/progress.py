@@ -39,7 +39,7 @@ class Progress:
         """A note for the user during the study."""
 
     def began(self, ask: Ask, finished: int) -> None:
-        """A trial begins after ``finished`` others."""
+        """A trial begins; ``finished`` trials have ended."""
 
     def ended(self, trial: Trial, record: Record) -> None:
         """A trial has ended and is stored."""

@@ -119,13 +119,13 @@ class Rung(TypedDict):
 
 
 SHORT = 40
-"""A note shorter than this is dropped only if the verdict says all of it."""
+"""A note of fewer characters is dropped only if the verdict contains all of it."""
 KEPT_SPEEDUP = "the original, 1.00x"
 """The speed-up of the rung ``best`` if the original ships."""
 
 
 def is_kept_original(rung: Mapping[str, Any]) -> bool:
-    """Whether ``rung`` is the original that ships for want of anything faster. Its speed-up is exactly 1."""
+    """Whether ``rung`` is the original, which ships because nothing is faster. Its speed-up is exactly 1."""
     return bool(rung["rung"] == "best" and rung["speedup"] == {"value": 1.0, "low": 1.0, "high": 1.0})
 
 

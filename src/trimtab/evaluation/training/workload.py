@@ -299,7 +299,7 @@ def _trainer(workload: Workload, training: Training, settings: Settings, seed: i
 
 
 def refuse_split_batches(trainer: Trainer) -> None:
-    """Refuse to time a run whose batches were split for want of memory."""
+    """Refuse to time a run whose batches were split because memory was short."""
     if trainer.context.fit.memory_plan.sizer.limit is not None:
         raise WorkloadError(_SPLIT_BATCHES)
 
