@@ -53,8 +53,8 @@ def materialize(subject: Subject, folder: pathlib.Path, reading_s: float = 0.0) 
     reasons = {"model": _write_model(subject, folder / MODEL), "data": _write_data(subject, folder / DATA)}
     write_json(folder / FACTS, {"notes": list(subject.notes), **{name: reason is None for name, reason in reasons.items()}})
     each_s = f" ({reading_s:.0f} s each time)" if reading_s >= LEAST_NOTED_S else ""
-    again = {"model": "builds the model again", "data": f"reads the data again{each_s}"}
-    return [f"Every process of the study {again[name]}: {why}." for name, why in reasons.items() if why is not None]
+    rereads = {"model": "builds the model again", "data": f"reads the data again{each_s}"}
+    return [f"Every process of the study {rereads[name]}: {why}." for name, why in reasons.items() if why is not None]
 
 
 def materialized(workload: Workload, folder: pathlib.Path, scratch: pathlib.Path | None = None) -> Subject | None:

@@ -268,12 +268,12 @@ def _check_model(model: nn.Module) -> None:
                 f"The model's {name!r} is a sparse tensor, which cannot cross to another runtime. Make it dense, with "
                 ".to_dense(), before you hand it over."
             )
-    bare = next(
+    on_meta = next(
         (name for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor) and tensor.is_meta), None
     )
-    if bare is not None:
+    if on_meta is not None:
         raise WorkloadError(
-            f"The model's {bare!r} is on the meta device, where tensors have no values. Load its weights before you hand it "
+            f"The model's {on_meta!r} is on the meta device, where tensors have no values. Load its weights before you hand it "
             "over."
         )
 

@@ -38,12 +38,12 @@ def contenders(ahead: Sequence[Trial], objective: Objective) -> list[Trial]:
     if objective not in ("latency", "throughput") or not ahead or ahead[0].speedup is None:
         return list(ahead[:1])
     first, speed = ahead[0], ahead[0].speedup.value
-    free = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
-    near = free is not None and free.speedup is not None and NEAR * free.speedup.value > speed
-    lean = with_fewer_threads(ahead)
-    others = [*lean, *[trial for trial in possibly_faster(ahead) if trial is not free and trial not in lean]]
+    exact = None if first.recipe.exact else next((trial for trial in ahead if trial.recipe.exact), None)
+    close = exact is not None and exact.speedup is not None and NEAR * exact.speedup.value > speed
+    fewer = with_fewer_threads(ahead)
+    others = [*fewer, *[trial for trial in possibly_faster(ahead) if trial is not exact and trial not in fewer]]
     # the exact trial meets the fastest lossy one, last and once
-    return [first, *others, *([free] if free is not None and (near or free in possibly_faster(ahead)) else [])]
+    return [first, *others, *([exact] if exact is not None and (close or exact in possibly_faster(ahead)) else [])]
 
 
 def cost_s(study: Study) -> float:

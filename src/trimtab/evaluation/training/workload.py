@@ -36,7 +36,7 @@ from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Event, Progressed
 from trimtab.train.trainer import Trainer
 
-PERTURBATION_SEEDS = (11, 12)
+SHAKE_SEEDS = (11, 12)
 """Seeds of the runs whose parameters are perturbed."""
 MAX_DIFFERENCE = 0.01
 """Relative difference between the first losses of two runs from one seed that rounding cannot explain."""
@@ -132,7 +132,7 @@ class TrainingSubject:
         before = _generators()
         with user_code("The training failed"):
             summary = trainer.fit(self.batches, steps=self.updates)
-        drew = any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=False))
+        used_rng = any(not torch.equal(one, other) for one, other in zip(before, _generators(), strict=False))
         refuse_split_batches(trainer)
         if len(found) < self.updates:
             kind = NonFiniteError if settings.optimizer.nonfinite == "stop" and trainer.position.skipped else WorkloadError
@@ -140,7 +140,7 @@ class TrainingSubject:
                 f"The training ended after update {len(found)} of the {self.updates} that are compared. {summary.ended} Mend "
                 "that, or compare fewer, with updates=..."
             )
-        return found, drew
+        return found, used_rng
 
     def rounded(self, settings: Settings, limit: float) -> str | None:
         """Why outputs in the precision of ``settings`` cannot come close to the targets of the first batch, in a sentence."""
@@ -154,14 +154,14 @@ class TrainingSubject:
         Raises:
             WorkloadError: two runs differ by more, from the first update on, or a run ends with losses that are not finite.
         """
-        losses, drew = self._run(self.settings, seed)
+        losses, used_rng = self._run(self.settings, seed)
         last = late(losses)
         if sum(map(math.isfinite, last)) < (least := min(2, len(last))):
             raise NonFiniteError(
                 f"Of the last {len(last)} losses as written fewer than {least} are finite, so that others cannot be "
                 "compared with them. Lower the learning rate, or clip with OptimizerSettings(clip_norm=1.0)."
             )
-        others = [self.losses(self.settings, seed=seed, shake=s) for s in PERTURBATION_SEEDS]
+        others = [self.losses(self.settings, seed=seed, shake=s) for s in SHAKE_SEEDS]
         for other in others:
             if abs(other[0] - losses[0]) > MAX_DIFFERENCE * abs(losses[0]):
                 raise WorkloadError(
@@ -169,16 +169,16 @@ class TrainingSubject:
                     "can be said of other settings. Something is kept from run to run, or has a generator of its own: make "
                     "the model, the loss and the data anew in the functions that give them."
                 )
-        return dataclasses.replace(BaselineLosses.of(losses, others), draws=drew)
+        return dataclasses.replace(BaselineLosses.of(losses, others), draws=used_rng)
 
     def reference_still(self, *, seed: int) -> BaselineLosses | None:
         """The losses of a training without random numbers; ``None`` if the model cannot train so."""
         try:
-            losses, drew = self._run(self.settings, seed, still=True)
-            perturbed = [] if drew else [self.losses(self.settings, seed=seed, shake=s, still=True) for s in PERTURBATION_SEEDS]
+            losses, used_rng = self._run(self.settings, seed, still=True)
+            perturbed = [] if used_rng else [self.losses(self.settings, seed=seed, shake=s, still=True) for s in SHAKE_SEEDS]
         except WorkloadError:  # some models fail or differ in evaluation mode, and are judged with random numbers
             return None
-        return None if drew else BaselineLosses.of(losses, perturbed)
+        return None if used_rng else BaselineLosses.of(losses, perturbed)
 
 
 def prepared(workload: Workload, updates: int, *, seed: int | None = None) -> TrainingSubject:

@@ -156,7 +156,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         reading_s = time.monotonic() - begun
         weights_found = reproducibility.weights_of(subject.model)
         reproducibility.save_sums(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
-        again = materialize(subject, pathlib.Path(job["prepared"]), reading_s)
+        reread_notes = materialize(subject, pathlib.Path(job["prepared"]), reading_s)
         call = build(Recipe.from_json(job["recipe"]), subject.candidate)[0]
         evaluation = subject.workload.evaluation
         duplicates = leakage.check(subject.splits, evaluation)
@@ -188,7 +188,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         "blocked": blocked,
         "notes": [
             *subject.notes,
-            *again,
+            *reread_notes,
             *duplicates,
             *_few_threads(threads),
             *(finding.message for finding in findings),
