@@ -33,7 +33,7 @@ from trimtab.evaluation.evaluate import per_second
 from trimtab.hardware import environment
 from trimtab.passes.threads import Threads
 from trimtab.study import ranking
-from trimtab.study.final_selection import ahead, pays
+from trimtab.study.final_selection import ahead, worth_confirming
 from trimtab.study.options import Options
 from trimtab.study.record import claim
 from trimtab.study.run_folder import exclusive, starting_afresh
@@ -792,10 +792,10 @@ def test_a_few_bytes_less_are_no_improvement() -> None:
     def of(size_mb: float) -> Trial:
         return dataclasses.replace(complete(EAGER, 1.0), size_mb=size_mb)
 
-    assert pays(of(0.97), of(1.0), "size")
-    assert not pays(of(0.999), of(1.0), "size")
-    assert pays(of(0.999), of(1.0), "latency"), "an interval decides there"
-    assert not pays(of(0.5), dataclasses.replace(of(1.0), size_mb=None), "size"), "what is not known proves nothing"
+    assert worth_confirming(of(0.97), of(1.0), "size")
+    assert not worth_confirming(of(0.999), of(1.0), "size")
+    assert worth_confirming(of(0.999), of(1.0), "latency"), "an interval decides there"
+    assert not worth_confirming(of(0.5), dataclasses.replace(of(1.0), size_mb=None), "size"), "what is not known proves nothing"
 
 
 def test_the_original_to_beat_keeps_the_limits_and_has_a_figure_if_any_has() -> None:

@@ -115,9 +115,9 @@ class WorkerProcess:
             time.sleep(POLL_S)
             elapsed = time.monotonic() - self.started
             if interrupted():
-                return self._ended("It was cut off because the study had to end.", cut_off=True)
+                return self._end("It was cut off because the study had to end.", cut_off=True)
             if seconds is not None and elapsed > seconds:
-                ended = self._ended(
+                ended = self._end(
                     f"It still ran after its time limit of {seconds:.0f} s and was killed; see its log for where it hung, or "
                     "give it longer with --trial-time (in Python, trial_seconds=...)."
                 )
@@ -126,7 +126,7 @@ class WorkerProcess:
                 continue
             checked = elapsed
             if (used := _tree_mb(self.pid)) > memory_mb:
-                ended = self._ended(
+                ended = self._end(
                     f"It used {used:.0f} MB, more than its memory limit of {memory_mb:.0f} MB, and was killed; "
                     "give it more with --worker-memory (in Python, worker_memory_mb=...), make the model or batch smaller, or "
                     "have less data read: Evaluation(max_examples=...)."
@@ -159,7 +159,7 @@ class WorkerProcess:
     def _exit_outcome(self) -> Outcome:
         path = self.folder / RESULT
         code, log = self._process.wait(), self.log_tail(lines=1000)
-        outcome = self._ended(_reason(code, path.exists(), log))
+        outcome = self._end(_reason(code, path.exists(), log))
         if code == DISK_FULL or (code < 0 and (mentions_full_disk(log) or not shutil.disk_usage(self.folder).free)):
             # torch aborts if it cannot write to the end, and its message may not fit into the log
             raise StorageError(
@@ -176,7 +176,7 @@ class WorkerProcess:
             return dataclasses.replace(outcome, **failure)
         return dataclasses.replace(outcome, result=result)
 
-    def _ended(self, reason: str | None, *, cut_off: bool = False) -> Outcome:
+    def _end(self, reason: str | None, *, cut_off: bool = False) -> Outcome:
         self.kill()
         return Outcome(reason=reason, seconds=time.monotonic() - self.started, cut_off=cut_off)
 

@@ -230,11 +230,11 @@ class TrialRunner:
             # the baseline's server died, not this recipe
             return self.trial(recipe, plan, servers, deadline, limit_s=limit_s, again=True)
         until = deadline if limit_s is None else begun + limit_s
-        found = self._ended(recipe, outcome, folder, servers, plan, until)
+        found = self._trial_from(recipe, outcome, folder, servers, plan, until)
         log = str((folder / LOG).relative_to(self.folder))
         return None if found is None else dataclasses.replace(found, log=log, seconds=time.monotonic() - begun)
 
-    def _ended(
+    def _trial_from(
         self, recipe: Recipe, outcome: Outcome, folder: pathlib.Path, servers: BaselineServers, plan: Plan, until: float | None
     ) -> Trial | None:
         """The trial from a worker's ``outcome``, probed by ``until``; ``None`` as for :meth:`_probed`."""

@@ -28,7 +28,7 @@ def improved(study: Study, found: Best, lost: Sequence[str], eager: Trial) -> st
     words = (
         f"The original misses a limit ({missed[0].words.rstrip('.')}), which {found.trial.recipe} keeps. It" if missed else ""
     )
-    words = f"{words or found.trial.recipe} is {_measured(study, confirmation)}"
+    words = f"{words or found.trial.recipe} is {_speed_text(study, confirmation)}"
     if confirmation.against_tuned is not None:
         tuned = confirmation.against_tuned
         words += f" and {tuned.single()} the tuned original"
@@ -68,7 +68,7 @@ def interval_mismatch(found: Best) -> str:
     )
 
 
-def _measured(study: Study, found: Confirmation) -> str:
+def _speed_text(study: Study, found: Confirmation) -> str:
     """The speed-up, and what it holds for on a busy machine."""
     assert found.speedup is not None
     if study.thread_limit is not None:

@@ -29,7 +29,7 @@ LOAD_S = 1.0
 SHORT_STARTS, SHORT_SHARE = 24, 0.25
 """Starts that are planned where they are short, and the maximum share of the budget for more than
 :data:`~trimtab.measure.pooled.STARTS`: a small network on two threads has intervals of up to 32% from 12 of them."""
-FINAL = 1.0
+CONFIRM_RUNS = 1.0
 """Duration of a confirmation without its timing, in dry runs of the workload. It starts processes, judges outputs on the test
 data and writes the artifact."""
 
@@ -71,7 +71,7 @@ def expected_s(study: Study, trial: Trial | None, seconds: float, budget_s: floa
     starts_s = count * start_s
     if count == STARTS:
         starts_s = max(starts_s, min(SHORT_STARTS * start_s, SHORT_SHARE * budget_s))
-    return starts_s + FINAL * study.runner.startup_s
+    return starts_s + CONFIRM_RUNS * study.runner.startup_s
 
 
 def run_earlier_starts(
@@ -90,7 +90,7 @@ def run_earlier_starts(
         begun = time.monotonic()
         if len(timed) >= count and all(map(narrow, found.comparisons.values())):
             break
-        if end is not None and begun + longest + FINAL * study.runner.startup_s > end:
+        if end is not None and begun + longest + CONFIRM_RUNS * study.runner.startup_s > end:
             break
         start_job = {**job, "kind": "start", "judges": found.judged is None}
         with study.runner.servers(FOLDER) as rivals:

@@ -50,7 +50,7 @@ def ahead(study: Study, remeasured: Mapping[str, Trial] | None = None) -> list[T
         return others
     known = [trial for trial in trials if ranking.value(trial, options.objective) is not None]
     written = [t for t in known if t.recipe == study.baseline and ranking.feasible(t, options.limits)]
-    return [trial for trial in others if all(pays(trial, each, options.objective) for each in (eager, *written))]
+    return [trial for trial in others if all(worth_confirming(trial, each, options.objective) for each in (eager, *written))]
 
 
 def finish(study: Study, *, until: float | None = None, end: float | None = None) -> Answer:
@@ -214,7 +214,7 @@ def _sure_speedup(found: Best) -> float:
     return 0.0 if found.confirmation.speedup is None else found.confirmation.speedup.low
 
 
-def pays(trial: Trial, eager: Trial, objective: Objective) -> bool:
+def worth_confirming(trial: Trial, eager: Trial, objective: Objective) -> bool:
     """Whether ``trial`` is worth a confirmation. For speed always: the confirmation decides by its interval."""
     return objective in ("latency", "throughput") or ranking.surely_better(trial, eager, objective)
 

@@ -62,21 +62,21 @@ def run_off(study: Study, ahead: Sequence[Trial], *, until: float | None = None)
         return list(ahead)
     first, *others = found
     for other in others:
-        ratio = _known(study, other, first)  # a later run must decide the same
+        ratio = _stored_ratio(study, other, first)  # a later run must decide the same
         late = until is not None and time.monotonic() + ENOUGH * cost_s(study) > until
         if ratio is None and not late and not study.interrupted():
-            ratio = _measured(study, other, first, until)
+            ratio = _timed_ratio(study, other, first, until)
         if ratio is None:
             if fewer_threads(other, first) and _speed(other) > (1 - WORTH) * _speed(first):
                 study.notes.append(
-                    f"{other.recipe} goes before {first.recipe}, by the search alone.{_must_bring(first, other)}"
+                    f"{other.recipe} goes before {first.recipe}, by the search alone.{_required_gain(first, other)}"
                 )
                 first = other
             continue
         wins, note = _displaces(other, first, ratio), f"{other.recipe} runs at {ratio.multiple()} of {first.recipe}."
         loser, winner = (first, other) if wins else (other, first)
         if (ratio.value > 1) is not wins and fewer_threads(winner, loser):
-            note += _must_bring(loser, winner)
+            note += _required_gain(loser, winner)
         study.notes.append(f"Timed against each other, {note}")
         first = other if wins else first
     return [first, *[trial for trial in ahead if trial is not first]]
@@ -101,7 +101,7 @@ def _displaces(other: Trial, first: Trial, ratio: Interval) -> bool:
     return ratio.high >= 1 and ratio.value > 1 - WORTH if other.recipe.exact else ratio.low > 1
 
 
-def _must_bring(more: Trial, fewer: Trial) -> str:
+def _required_gain(more: Trial, fewer: Trial) -> str:
     return f" {threads(more)} threads in place of {threads(fewer)} must bring {WORTH:.0%}."
 
 
@@ -109,13 +109,13 @@ def _speed(trial: Trial) -> float:
     return 0.0 if trial.speedup is None else trial.speedup.value
 
 
-def _known(study: Study, other: Trial, first: Trial) -> Interval | None:
+def _stored_ratio(study: Study, other: Trial, first: Trial) -> Interval | None:
     """The ratio that an earlier run of this study measured; ``None`` if there is none."""
     known = study.storage.get(_key(other, first))
     return None if known is None else from_json(Comparison, known).ratio
 
 
-def _measured(study: Study, other: Trial, first: Trial, until: float | None) -> Interval | None:
+def _timed_ratio(study: Study, other: Trial, first: Trial, until: float | None) -> Interval | None:
     """The speed-up of ``other`` over ``first``, from up to :data:`MOST` starts; ``None``, with a note, if one fails."""
     study.progress.stage("timing against each other what the search could not tell apart")
     seconds = study.options.timing_s

@@ -132,13 +132,13 @@ class Trainings:
             outcome = worker.wait(seconds=most, memory_mb=runner.memory_mb, interrupted=poll)
         if self._time_used_up:
             outcome = dataclasses.replace(outcome, cut_off=False, ended_by="time")
-        found = dataclasses.replace(self._ended(part, outcome, earlier_s), log=str((folder / LOG).relative_to(runner.folder)))
+        found = dataclasses.replace(self._trained(part, outcome, earlier_s), log=str((folder / LOG).relative_to(runner.folder)))
         self._known[part.hash] = found
         self._storage.put(_key(part.hash), to_json(found))
         self._storage.put(ORDER, list(self._known))
         return None if outcome.cut_off else found
 
-    def _ended(self, part: Recipe, outcome: Outcome, earlier_s: float) -> Trained:
+    def _trained(self, part: Recipe, outcome: Outcome, earlier_s: float) -> Trained:
         result: Mapping[str, Any] = outcome.result or {}
         known: dict[str, Any] = {"recipe": part.to_json()}
         if result.get("trained"):
