@@ -20,7 +20,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.recipe import Recipe
 from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, StorageError, UsageError
-from trimtab.passes.common.structure import kept
+from trimtab.passes.common.structure import kept_width
 from trimtab.passes.drop_layers import DropLayers
 from trimtab.passes.low_rank import LowRank
 from trimtab.passes.prune_channels import PruneChannels
@@ -117,9 +117,9 @@ def candidate(model: nn.Module, *shape: int) -> Candidate:
 
 
 def test_widths_are_multiples_of_eight() -> None:
-    assert [kept(64, keep) for keep in (0.75, 0.5, 0.35, 0.25)] == [48, 32, 24, 16]
-    assert kept(8, 0.25) == 8
-    assert kept(12, 0.75, 1) == 9
+    assert [kept_width(64, keep) for keep in (0.75, 0.5, 0.35, 0.25)] == [48, 32, 24, 16]
+    assert kept_width(8, 0.25) == 8
+    assert kept_width(12, 0.75, 1) == 9
 
 
 def test_channels_that_depend_on_each_other_are_removed_together() -> None:
@@ -219,16 +219,16 @@ def off(found: Candidate) -> float:
 
 KILLED = """
 import os, pathlib, signal, sys, cloudpickle, torch
-from trimtab.passes.common.trained_weights import Curve
+from trimtab.passes.common.trained_weights import LossCurve
 from trimtab.passes.recover import Recover
 given, threads = cloudpickle.loads(pathlib.Path(sys.argv[1]).read_bytes())
 torch.set_num_threads(threads)
-kept = Curve.__call__
+kept = LossCurve.__call__
 def killing(self, trainer, event):
     kept(self, trainer, event)
     if event.update >= 25:
         os.kill(os.getpid(), signal.SIGKILL)
-Curve.__call__ = killing
+LossCurve.__call__ = killing
 Recover(updates=40).apply(given)
 """
 

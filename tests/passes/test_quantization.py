@@ -19,7 +19,7 @@ from trimtab.core.training_examples import TrainingExamples
 from trimtab.errors import CompileError, UsageError
 from trimtab.hardware.environment import Environment
 from trimtab.measure.parity import compare_outputs
-from trimtab.passes.common.quantized import Quantized, float_twin
+from trimtab.passes.common.quantized import Quantized, without_rounding
 from trimtab.passes.common.sensitivity import FOLDER, most_sensitive, sensitivities
 from trimtab.passes.fake_quant import FakeQuant
 from trimtab.passes.recover import Recover
@@ -76,7 +76,7 @@ def test_layers_round_and_tied_weights_stay_tied_and_are_trained(given) -> None:
     inputs = given.calibration[0][0][0]
     before = error(model, given.model, inputs)
     assert 0 < before < 0.05
-    assert error(float_twin(model), given.model, inputs) < 1e-10
+    assert error(without_rounding(model), given.model, inputs) < 1e-10
     for ranges in ("percentile", "mse"):
         assert error(FakeQuant(ranges=ranges).apply(given).model, given.model, inputs) < 2 * before + 0.01
     trained = Recover(updates=30).apply(quantized).model

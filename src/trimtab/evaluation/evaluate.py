@@ -40,7 +40,7 @@ from trimtab.hardware import system
 from trimtab.measure.pairs import MIN_QUADS, compare
 from trimtab.measure.stats import summarize
 from trimtab.measure.timer import LocalRunner, Runner
-from trimtab.passes.common.sensitivity import blamed, known_sensitivities
+from trimtab.passes.common.sensitivity import known_sensitivities, sensitivity_note
 from trimtab.tensors.structure import flatten
 
 Objective = Literal["latency", "throughput", "memory", "size"]
@@ -215,7 +215,7 @@ def _with_sensitivity(figures: Mapping[str, Any], recipe: Recipe, candidate: Can
     if not recipe.quantizes:
         return {}
     table = figures.get("sensitivity") or _sensitivity(candidate)
-    note = blamed(dict(table))
+    note = sensitivity_note(dict(table))
     return {"sensitivity": table, "notes": (*figures["notes"], *(() if note is None else (note,)))}
 
 

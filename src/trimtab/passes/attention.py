@@ -50,17 +50,17 @@ class Attention(SettingPass):
         return None
 
     def _failure(self, candidate: Candidate, kernels: list[SDPBackend]) -> str | None:
-        """The error of a call that may use ``kernels`` only, or ``None``.
+        """The error of a call of the model in which attention may use ``kernels`` only; ``None`` if it runs.
 
         Gradients are enabled, because fused inference layers do not call attention separately. Autocast follows the settings,
         because some kernels support 16 bits only.
         """
-        device, named = torch.device(candidate.settings.device), candidate.settings.precision.autocast
-        precision = torch.autocast(device.type, dtype=getattr(torch, named)) if named else contextlib.nullcontext()
-        drawing = [] if device.type == "cpu" else [device]  # by default torch initializes all GPUs, with a warning
-        kept = torch.random.fork_rng(drawing, device_type=device.type)
+        device, dtype = torch.device(candidate.settings.device), candidate.settings.precision.autocast
+        autocast = torch.autocast(device.type, dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext()
+        rng_devices = [] if device.type == "cpu" else [device]  # by default torch initializes all GPUs, with a warning
+        rng_state = torch.random.fork_rng(rng_devices, device_type=device.type)
         try:
-            with sdpa_kernel(kernels), kept, torch.enable_grad(), precision:
+            with sdpa_kernel(kernels), rng_state, torch.enable_grad(), autocast:
                 args, kwargs = candidate.own_inputs()
                 candidate.model(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:

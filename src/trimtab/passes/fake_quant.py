@@ -13,14 +13,14 @@ from trimtab._internal.text import counted
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.technique import Pass
 from trimtab.errors import CompileError, UsageError
-from trimtab.passes.common.quantized import quantizable, quantize, ranges_seen
+from trimtab.passes.common.quantized import observed_ranges, quantizable, quantize
 from trimtab.passes.common.sensitivity import most_sensitive
 from trimtab.passes.common.structure import difference
 from trimtab.passes.fold_bn import folded
 from trimtab.tensors.structure import cloned
 
 MOST_CALLS = 64
-"""Calibration calls on which ranges are taken."""
+"""Most calibration calls that ranges are observed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +82,9 @@ class FakeQuant(Pass):
 def _ranges(
     candidate: Candidate, model: nn.Module, method: Literal["minmax", "percentile", "mse"]
 ) -> dict[str, tuple[tuple[float, int], tuple[float, int]]]:
-    """Scale and zero of input and output of each layer that the calibration inputs reach."""
+    """Scale and zero point of the input and output of each layer that the calibration inputs reach."""
     try:
-        with torch.no_grad(), ranges_seen(model, quantizable(model), keep=method != "minmax") as seen:
+        with torch.no_grad(), observed_ranges(model, quantizable(model), keep=method != "minmax") as seen:
             for args, kwargs in candidate.calibration[:MOST_CALLS]:
                 model(*cloned(args), **cloned(dict(kwargs)))
     except MODEL_ERRORS as error:

@@ -56,8 +56,8 @@ class FoldBn(Pass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with all verified folds. The other batch norms stay."""
-        proof = _Proof(candidate)
-        pairs = _safe(proof, [pair for pair in _pairs(candidate.model) if pair[1] in proof.ran])
+        verify = _FoldVerifier(candidate)
+        pairs = _foldable(verify, [pair for pair in _pairs(candidate.model) if pair[1] in verify.executed_norms])
         if not pairs:
             raise CompileError(
                 "No batch norm could be folded: every fold that was tried changed the model's outputs, or was of a batch norm "
@@ -69,13 +69,13 @@ class FoldBn(Pass):
 
 
 def folded(candidate: Candidate) -> Candidate:
-    """``candidate`` with the batch norms folded that can be."""
+    """``candidate`` with every batch norm folded whose fold is verified."""
     with contextlib.suppress(CompileError):
         return FoldBn().apply(candidate) if FoldBn().why_not(candidate) is None else candidate
     return candidate
 
 
-class _Proof:
+class _FoldVerifier:
     """Verifies folds on a copy of the model with random batch-norm statistics."""
 
     def __init__(self, candidate: Candidate) -> None:
@@ -84,10 +84,10 @@ class _Proof:
         self._model, self._tolerance = candidate.own_model(), tolerance(candidate.model, SINGLE_TOLERANCE)
         _randomize_norms(self._model, generator)
         # the model may refuse resampled inputs, for example lengths that must be in falling order
-        others = filter(self._answers, [_resampled(candidate.leaves, generator), *_other_sizes(candidate)])
-        self._inputs = [candidate.leaves, *others]
-        self._double()
-        with _names_of_running_norms(self._model) as self.ran:
+        accepted = filter(self._accepts, [_resampled(candidate.leaves, generator), *_other_sizes(candidate)])
+        self._inputs = [candidate.leaves, *accepted]
+        self._use_float64()
+        with _executed_norms(self._model) as self.executed_norms:
             self._reference = [self._outputs(self._model, leaves) for leaves in self._inputs]
 
     def __call__(self, pairs: Sequence[Pair]) -> bool:
@@ -100,14 +100,14 @@ class _Proof:
             return False
         return all(_close(a, b, self._tolerance) for a, b in zip(self._reference, found, strict=True))
 
-    def _answers(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def _accepts(self, leaves: Sequence[torch.Tensor]) -> bool:
         try:
             self._outputs(self._model, leaves)
         except MODEL_ERRORS:
             return False
         return True
 
-    def _double(self) -> None:
+    def _use_float64(self) -> None:
         """Switch to float64 if the model supports it; some models cast to float32 explicitly."""
         model = copied(self._model).double()
         inputs = [[t.double() if t.is_floating_point() else t for t in leaves] for leaves in self._inputs]
@@ -124,28 +124,28 @@ class _Proof:
 
 
 @contextlib.contextmanager
-def _names_of_running_norms(model: nn.Module) -> Iterator[set[str]]:
-    """Collect the names of the batch norms that run in the block. Folds of any other cannot be verified."""
-    ran = set[str]()
+def _executed_norms(model: nn.Module) -> Iterator[set[str]]:
+    """Collect the names of the batch norms that run in the block. Folds of the other batch norms cannot be verified."""
+    executed = set[str]()
     norms = [item for item in model.named_modules(remove_duplicate=False) if isinstance(item[1], _BatchNorm)]
-    hooks = [norm.register_forward_hook(lambda *_, name=name: ran.add(name)) for name, norm in norms]
+    hooks = [norm.register_forward_hook(lambda *_, name=name: executed.add(name)) for name, norm in norms]
     try:
-        yield ran
+        yield executed
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _safe(proof: Callable[[Sequence[Pair]], bool], pairs: Sequence[Pair]) -> list[Pair]:
+def _foldable(verify: Callable[[Sequence[Pair]], bool], pairs: Sequence[Pair]) -> list[Pair]:
     """A large subset of ``pairs`` that can be folded together, found by bisection."""
-    if not pairs or proof(pairs):
+    if not pairs or verify(pairs):
         return list(pairs)
     if len(pairs) == 1:
         return []
     middle = len(pairs) // 2
-    kept = _safe(proof, pairs[:middle])
-    for pair in _safe(proof, pairs[middle:]):
-        if proof([*kept, pair]):
+    kept = _foldable(verify, pairs[:middle])
+    for pair in _foldable(verify, pairs[middle:]):
+        if verify([*kept, pair]):
             kept.append(pair)
     return kept
 
@@ -188,12 +188,12 @@ def _registered(model: nn.Module) -> list[Pair]:
     """Pairs of consecutive children in the order of registration."""
     found = []
     for prefix, parent in model.named_modules():  # yields a layer that two parents share once per parent
-        names = [f"{prefix}.{name}" if prefix else name for name, child in parent.named_children() if _concerned(child)]
+        names = [f"{prefix}.{name}" if prefix else name for name, child in parent.named_children() if _is_foldable_type(child)]
         found += list(itertools.pairwise(names))
     return found
 
 
-def _concerned(module: nn.Module) -> bool:
+def _is_foldable_type(module: nn.Module) -> bool:
     return isinstance(module, (*CONVOLUTIONS, nn.Linear, _BatchNorm))
 
 

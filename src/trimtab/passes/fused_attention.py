@@ -24,8 +24,8 @@ from trimtab.tensors.deepcopy import copied
 SOFTMAX = (torch.softmax, functional.softmax, "softmax")
 PRODUCT = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm")
 DIVIDE, MULTIPLY = (operator.truediv, torch.div, "div"), (operator.mul, torch.mul, "mul")
-ADD, FILL = (operator.add, torch.add, "add"), (torch.masked_fill, "masked_fill")
-NOTHING = (nn.Dropout, nn.Identity)
+ADD, MASKED_FILL = (operator.add, torch.add, "add"), (torch.masked_fill, "masked_fill")
+IDENTITIES = (nn.Dropout, nn.Identity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class FusedAttention(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a module with a softmax between two products."""
-        if not any(_rewritten(module) for _, module in _own(candidate.model)):
+        if not any(_fused_module(module) for _, module in _softmax_modules(candidate.model)):
             return "fused_attention needs attention written as two products with a softmax between, and finds none."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model in which the modules that compute attention by hand call the kernel."""
         model, done = candidate.own_model(), 0
-        for name, module in _own(candidate.model):
-            if (fused := _rewritten(module)) is None:
+        for name, module in _softmax_modules(candidate.model):
+            if (fused := _fused_module(module)) is None:
                 continue
             tried = candidate.with_model(model).own_model()
             if name:
@@ -77,8 +77,8 @@ class _Attention(NamedTuple):
     """The addend, or condition and value of ``masked_fill``."""
 
 
-class _Own(Tracer):
-    """Traces the code of one module, and calls those within."""
+class _ModuleTracer(Tracer):
+    """Traces one module. Submodules become single call nodes."""
 
     proxy_buffer_attributes = True  # a mask in a buffer is cut to the length of the input
 
@@ -86,8 +86,8 @@ class _Own(Tracer):
         return True
 
 
-def _own(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with code that is not torch's and names a softmax."""
+def _softmax_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of user-defined classes whose source code mentions softmax, with their names."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule):
             continue
@@ -99,28 +99,28 @@ def _own(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _rewritten(module: nn.Module) -> GraphModule | None:
+def _fused_module(module: nn.Module) -> GraphModule | None:
     """A copy of ``module`` with fused attention; ``None`` if it has none or cannot be traced."""
     own = copied(module)
     try:
         # tracing runs the model's code on symbolic values, which can raise any error
         with user_code("The module cannot be traced"):
-            graph = _Own().trace(own)
+            graph = _ModuleTracer().trace(own)
     except (UsageError, WorkloadError):
         return None
-    found = [each for node in graph.nodes if (each := _around(node, own)) is not None]
+    found = [each for node in graph.nodes if (each := _matched_attention(node, own)) is not None]
     if not found:
         return None
-    for softmax_input, product in found:
-        _fuse(graph, softmax_input, product)
+    for attention, product in found:
+        _fuse(graph, attention, product)
     fused = GraphModule(own, graph)
     fused.graph.eliminate_dead_code()
     fused.recompile()
     return fused
 
 
-def _around(node: Node, module: nn.Module) -> tuple[_Attention, Node] | None:
-    """The attention around the softmax ``node``, and the product of weights and values."""
+def _matched_attention(node: Node, module: nn.Module) -> tuple[_Attention, Node] | None:
+    """Match the attention pattern around the softmax ``node``. Returns the scores and the product of weights and values."""
     if not _is_softmax(node, module):
         return None
     scores = _scores(node.args[0])
@@ -129,7 +129,7 @@ def _around(node: Node, module: nn.Module) -> tuple[_Attention, Node] | None:
         user = next(iter(reader.users))
         if _calls(user, PRODUCT) and len(user.args) == 2 and user.args[0] is reader:
             return None if scores is None else (scores, user)
-        if not _does_nothing(user, module) or user.args[0] is not reader:
+        if not _is_identity(user, module) or user.args[0] is not reader:
             return None
         reader = user
     return None
@@ -144,9 +144,9 @@ def _is_softmax(node: Node, module: nn.Module) -> bool:
     return bool(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None) == -1)
 
 
-def _does_nothing(node: Node, module: nn.Module) -> bool:
+def _is_identity(node: Node, module: nn.Module) -> bool:
     if node.op == "call_module":
-        return isinstance(module.get_submodule(str(node.target)), NOTHING)
+        return isinstance(module.get_submodule(str(node.target)), IDENTITIES)
     return _calls(node, (functional.dropout,)) and node.kwargs.get("training") is False
 
 
@@ -155,7 +155,7 @@ def _calls(node: Any, targets: tuple[Any, ...]) -> bool:
 
 
 def _scores(node: Any) -> _Attention | None:
-    """The product of queries and keys that ``node`` scales and masks."""
+    """Match ``node`` as the product of queries and keys, optionally scaled and masked; ``None`` if it is something else."""
     if _calls(node, PRODUCT) and len(node.args) == 2:
         return _Attention(*node.args)
     if _calls(node, DIVIDE) or _calls(node, MULTIPLY):
@@ -168,7 +168,7 @@ def _scores(node: Any) -> _Attention | None:
         for part, mask in (node.args, node.args[::-1]):
             if (found := _scores(part)) is not None and found.mask is None:
                 return found._replace(mask=(mask,))
-    if _calls(node, FILL) and len(node.args) == 3:
+    if _calls(node, MASKED_FILL) and len(node.args) == 3:
         found = _scores(node.args[0])
         return None if found is None or found.mask is not None else found._replace(mask=node.args[1:])
     return None
@@ -185,12 +185,12 @@ def _fuse(graph: Graph, found: _Attention, product: Node) -> None:
                 scale = graph.call_function(operator.truediv if divides else operator.mul, (scale, factor))
         mask = None if found.mask is None else found.mask[0]
         if found.mask is not None and len(found.mask) == 2:
-            mask = graph.call_function(torch.where, (found.mask[0], _value(found.mask[1]), 0.0))
+            mask = graph.call_function(torch.where, (found.mask[0], _finite_fill(found.mask[1]), 0.0))
         arguments = {"attn_mask": mask, "scale": scale}
         fused = graph.call_function(functional.scaled_dot_product_attention, (found.query, keys, product.args[1]), arguments)
     product.replace_all_uses_with(fused)
 
 
-def _value(value: Any) -> Any:
-    """What masked scores become; the most negative number instead of minus infinity, so that a row without a key is no NaN."""
+def _finite_fill(value: Any) -> Any:
+    """The fill value of masked scores, with minus infinity as the lowest float32: a fully masked row is then not NaN."""
     return torch.finfo(torch.float32).min if isinstance(value, (int, float)) and math.isinf(value) else value

@@ -14,7 +14,7 @@ from torch.nn.utils import skip_init
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import Choice, ShrinkingPass
 from trimtab.errors import CompileError
-from trimtab.passes.common.structure import STEP, difference, kept, linears, sums_of_inputs
+from trimtab.passes.common.structure import STEP, difference, kept_width, linears, sums_of_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,11 @@ class LowRank(ShrinkingPass):
             # skip_init draws no random numbers
             narrow: Any = skip_init(nn.Linear, layer.in_features, rank, bias=False)  # type: ignore[no-untyped-call]
             wide: Any = skip_init(nn.Linear, rank, layer.out_features, bias=layer.bias is not None)  # type: ignore[no-untyped-call]
-            same: Any = masked.get_submodule(name)
+            approximated: Any = masked.get_submodule(name)
             with torch.no_grad():
                 narrow.weight.copy_(first)
                 wide.weight.copy_(second)
-                same.weight.copy_(second @ first)
+                approximated.weight.copy_(second @ first)
                 if layer.bias is not None:
                     wide.bias.copy_(layer.bias)
             parent, _, last = name.rpartition(".")
@@ -78,7 +78,7 @@ class LowRank(ShrinkingPass):
         found = {}
         for name, layer in linears(model):
             before, edges = layer.weight.numel(), layer.in_features + layer.out_features
-            rank = kept(min(layer.in_features, layer.out_features), self.share * before / edges / min(layer.weight.shape))
+            rank = kept_width(min(layer.in_features, layer.out_features), self.share * before / edges / min(layer.weight.shape))
             if type(layer) is nn.Linear and name and users[id(layer.weight)] == 1 and rank * edges < before:
                 found[name] = rank
         return found

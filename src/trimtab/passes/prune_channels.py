@@ -14,14 +14,14 @@ from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.technique import Choice, ShrinkingPass, require
 from trimtab.errors import CompileError
 from trimtab.passes.common import lstm
-from trimtab.passes.common.structure import STEP, clear_inputs, difference, kept
+from trimtab.passes.common.structure import STEP, clear_inputs, difference, kept_width
 from trimtab.tensors.structure import flatten
 
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.LSTM)
 MIXING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.MultiheadAttention)
 """Modules whose results change if a channel is missing, even one without effect elsewhere."""
-MOST_ALONE = 64
-"""Most groups of channels that are tried one by one after all of them together failed."""
+MAX_SINGLE_GROUPS = 64
+"""Most groups of channels that are tested one by one if pruning all of them together fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +54,27 @@ class PruneChannels(ShrinkingPass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with fewer channels."""
-        tried = _pruned(candidate, self.keep, None)
-        if tried.reason is not None and len(tried.roots) <= MOST_ALONE:
-            alone = {root for root in tried.roots if _pruned(candidate, self.keep, {root}).reason is None}
-            tried = _pruned(candidate, self.keep, alone) if alone else tried
-        if tried.reason is not None:
-            raise CompileError(f"prune_channels cannot prune this model: {tried.reason}.")
-        if not tried.roots:
+        attempt = _pruned(candidate, self.keep, None)
+        if attempt.reason is not None and len(attempt.roots) <= MAX_SINGLE_GROUPS:
+            removable = {root for root in attempt.roots if _pruned(candidate, self.keep, {root}).reason is None}
+            attempt = _pruned(candidate, self.keep, removable) if removable else attempt
+        if attempt.reason is not None:
+            raise CompileError(f"prune_channels cannot prune this model: {attempt.reason}.")
+        if not attempt.roots:
             raise CompileError(
                 f"prune_channels finds nothing to remove: no layer that only other layers read has more than {STEP} channels "
                 f"at keep={self.keep}."
             )
-        return candidate.with_model(tried.model)
+        return candidate.with_model(attempt.model)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tried:
+class _Attempt:
     model: nn.Module
     roots: tuple[str, ...] = ()
-    """Names of the layers, one for each group of channels that were removed together."""
+    """Name of the first layer of each group of channels that were removed together."""
     reason: str | None = None
-    """Why ``model`` is wrong; ``None`` if it is right."""
+    """Why ``model`` cannot be used; ``None`` if it can."""
 
 
 def _width(module: nn.Module) -> int:
@@ -83,8 +83,8 @@ def _width(module: nn.Module) -> int:
     return module.out_features if isinstance(module, nn.Linear) else getattr(module, "out_channels", 0)
 
 
-def _pruned(candidate: Candidate, keep: float, only: Collection[str] | None) -> _Tried:
-    """Prune a copy; of all groups of channels, or of those whose first layer is among ``only``."""
+def _pruned(candidate: Candidate, keep: float, only: Collection[str] | None) -> _Attempt:
+    """Prune a copy of the model: all groups of channels, or with ``only`` those whose first layer is named in it."""
     tp = require("torch_pruning")
     model, masked = candidate.own_model(), candidate.own_model()
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -103,12 +103,12 @@ def _pruned(candidate: Candidate, keep: float, only: Collection[str] | None) -> 
         for module, handler, lost in chosen:
             graph.get_pruning_group(module, handler, lost).prune()
     except MODEL_ERRORS as error:
-        return _Tried(model, tuple(roots), f"torch-pruning fails ({_cause(error)})")
+        return _Attempt(model, tuple(roots), f"torch-pruning fails ({_cause(error)})")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained.get(name, True))
         parameter.grad = None
     model.eval()
-    return _Tried(model, tuple(roots), difference(candidate, model, masked))
+    return _Attempt(model, tuple(roots), difference(candidate, model, masked))
 
 
 def _graph(tp: Any, model: nn.Module, candidate: Candidate) -> Any:
@@ -141,7 +141,7 @@ def _groups(graph: Any, keep: float) -> Iterator[tuple[nn.Module, Any, list[int]
         if any(isinstance(each, (*MIXING, nn.Parameter)) for each, _ in members):
             continue
         width = _width(module)
-        if (count := width - kept(width, keep)) <= 0:
+        if (count := width - kept_width(width, keep)) <= 0:
             continue
         # both directions of an LSTM lose as many units
         parts = _scores(graph, group, module).reshape(-1, width)
@@ -163,7 +163,7 @@ def _scores(graph: Any, group: Any, root: nn.Module) -> torch.Tensor:
             axis = int(is_output == bool(getattr(module, "transposed", False)))
             weight: Any = module.weight
             squares = weight.detach().float().square().transpose(0, axis).flatten(1).sum(1)
-        lost, roots = torch.tensor(_plain(indices)), torch.tensor(_plain(group[i].root_idxs))
+        lost, roots = torch.tensor(_indices(indices)), torch.tensor(_indices(group[i].root_idxs))
         known = lost < len(squares)  # a grouped convolution has fewer columns than inputs
         found = torch.zeros_like(total).index_add_(0, roots[known], squares[lost[known]])
         total += found / found.mean().clamp_min(torch.finfo(torch.float32).tiny)
@@ -171,10 +171,10 @@ def _scores(graph: Any, group: Any, root: nn.Module) -> torch.Tensor:
 
 
 def _mask(graph: Any, group: Any, masked: nn.Module, names: dict[nn.Module, str]) -> None:
-    """Take from the channels that ``group`` removes all effect on the layers of ``masked`` that read them."""
+    """Zero the weights with which layers of ``masked`` read the channels that ``group`` removes."""
     parts = dict(masked.named_modules())
     for dep, indices in group:
-        lost, is_output = _plain(indices), graph.is_out_channel_pruning_fn(dep.handler)
+        lost, is_output = _indices(indices), graph.is_out_channel_pruning_fn(dep.handler)
         module = parts.get(names.get(dep.target.module, " "))
         if isinstance(module, nn.LSTM):
             if is_output:
@@ -186,7 +186,7 @@ def _mask(graph: Any, group: Any, masked: nn.Module, names: dict[nn.Module, str]
             clear_inputs(module.weight, lost, axis=0 if getattr(module, "transposed", False) else 1)
 
 
-def _plain(indices: Sequence[Any]) -> list[int]:
+def _indices(indices: Sequence[Any]) -> list[int]:
     return [int(getattr(index, "idx", index)) for index in indices]
 
 

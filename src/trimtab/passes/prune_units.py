@@ -19,7 +19,7 @@ from trimtab.passes.common.structure import (
     difference,
     keep_inputs,
     keep_outputs,
-    kept,
+    kept_width,
     linears,
     sums_of_inputs,
 )
@@ -51,12 +51,12 @@ class PruneUnits(ShrinkingPass):
 
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with fewer units and heads."""
-        places = [*_feed_forwards(candidate.model), *_attentions(candidate.model)]
-        activations = _activations(candidate, [outer for _, outer in places])
+        layer_pairs = [*_feed_forwards(candidate.model), *_attentions(candidate.model)]
+        activations = _activations(candidate, [outer for _, outer in layer_pairs])
         removed: list[tuple[str, str]] = []
         pruned, masked = candidate.own_model(), candidate.own_model()
-        for inner, outer in places:
-            before = cloned_model(candidate, pruned), cloned_model(candidate, masked)
+        for inner, outer in layer_pairs:
+            before = candidate.with_model(pruned).own_model(), candidate.with_model(masked).own_model()
             _prune(pruned, masked, inner, outer, self.keep, activations.get(outer))
             if difference(candidate, pruned, masked) is None:
                 removed.append((inner, outer))
@@ -72,13 +72,8 @@ class PruneUnits(ShrinkingPass):
         return candidate.with_model(pruned)
 
 
-def cloned_model(candidate: Candidate, model: nn.Module) -> nn.Module:
-    """A deep copy of ``model``."""
-    return candidate.with_model(model).own_model()
-
-
 def _feed_forwards(model: nn.Module) -> list[tuple[str, str]]:
-    """Names of linear layers that follow each other, of which the first is wider than what it reads."""
+    """Names of consecutive linear layers, a wide one and one that projects back to the width of the input."""
     found, layers = [], list(linears(model))
     for (inner, first), (outer, second) in itertools.pairwise(layers):
         wide = first.out_features == second.in_features and first.out_features > max(first.in_features, STEP)
@@ -88,7 +83,7 @@ def _feed_forwards(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _attentions(model: nn.Module) -> list[tuple[str, str]]:
-    """Names of attention modules with a number of heads, and of the linear layers that read them."""
+    """Names of attention modules with ``num_attention_heads``, and of the linear layers that project their outputs."""
     layers, found = dict(linears(model)), []
     for name, module in model.named_modules():
         parts = [getattr(module, part, None) for part in ("query", "key", "value")]
@@ -119,11 +114,11 @@ def _prune(pruned: nn.Module, masked: nn.Module, inner: str, outer: str, keep: f
     scores = second.weight.detach().float().norm(dim=0) * (1.0 if activations is None else activations)
     best = torch.empty(0)
     if isinstance(first, nn.Linear):
-        chosen = scores.argsort(descending=True)[: kept(second.in_features, keep)].sort().values
+        chosen = scores.argsort(descending=True)[: kept_width(second.in_features, keep)].sort().values
     else:
         heads = _heads(first)
         size = second.in_features // heads
-        best = scores.reshape(heads, size).square().sum(1).argsort(descending=True)[: kept(heads, keep, 1)].sort().values
+        best = scores.reshape(heads, size).square().sum(1).argsort(descending=True)[: kept_width(heads, keep, 1)].sort().values
         chosen = (best[:, None] * size + torch.arange(size)).flatten()
     lost = torch.ones(second.in_features, dtype=torch.bool)
     lost[chosen] = False

@@ -24,7 +24,7 @@ from trimtab.data.batches import Batch, joined, rows_of
 from trimtab.errors import CompileError, TrimtabError, UsageError
 from trimtab.passes.common.quantized import is_quantized
 from trimtab.passes.common.structure import difference, keep_zeros
-from trimtab.passes.common.trained_weights import FOLDER, Curve, Place
+from trimtab.passes.common.trained_weights import FOLDER, LossCurve, TrainingFiles
 from trimtab.tensors.weights import raw
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.loss.adapter import LossAdapter, call
@@ -36,10 +36,10 @@ from trimtab.train.trainer import Trainer
 RATE, RATE_ATTENTION = 5e-3, 2e-4
 """Largest learning rate of AdamW, and that for networks with attention or layer norms."""
 QUANTIZED_SHARE = 0.1
-"""Share of that rate for a network that lost bits only. With all of it, a digits network went from a loss of 1e-4 to 2e-2."""
+"""Factor on that rate for a network that is only quantized. Without it the loss of a digits network rose from 1e-4 to 2e-2."""
 BATCH, BATCH_ATTENTION = 64, 32
 CHECKPOINTS = 10
-"""Checkpoints of a training, from which it goes on if its process is killed."""
+"""Number of checkpoints of a training, from which it resumes if its process was killed."""
 SEED = 0
 _ERRORS: tuple[type[Exception], ...] = (TrimtabError, *MODEL_ERRORS)
 
@@ -100,17 +100,17 @@ class Recover(Pass):
             raise CompileError(str(self.blocked(candidate)))
         model = candidate.own_model()
         folder = None if candidate.scratch is None else candidate.scratch / FOLDER
-        place = None if folder is None else Place(folder, self._key(candidate, training))
-        facts = None if place is None else place.load(model)
+        files = None if folder is None else TrainingFiles(folder, self._key(candidate, training))
+        facts = None if files is None else files.load(model)
         if facts is None:
             if training.cached_only:
                 raise CompileError(
                     f"The weights that recover trained are gone from {folder}. Only the job of a study trains; the same "
                     "optimize command runs it again."
                 )
-            facts = self._train(model, teacher, training, place)
-            if place is not None:
-                place.write(model, facts)
+            facts = self._train(model, teacher, training, files)
+            if files is not None:
+                files.write(model, facts)
         model.eval()
         if (reason := difference(candidate, model)) is not None:
             raise CompileError(f"What recover trained is not usable: {reason}.")
@@ -119,7 +119,7 @@ class Recover(Pass):
             f"{counted(facts['updates'], 'update')} in {facts['seconds']:.1f} s; the loss on the held-out tenth went from "
             f"{facts['before']:.3g} to {facts['after']:.3g}."
         )
-        facts |= {"file": None if place is None else place.weights.name}
+        facts |= {"file": None if files is None else files.weights.name}
         notes, trained = (*candidate.notes, note), (*candidate.trained, facts)
         return dataclasses.replace(candidate, model=model, notes=notes, trained=trained)
 
@@ -137,13 +137,15 @@ class Recover(Pass):
                     digest.update(raw(tensor.detach().contiguous()).numpy().data)
         return digest.hexdigest()[:32]
 
-    def _train(self, model: nn.Module, teacher: nn.Module, training: TrainingExamples, place: Place | None) -> dict[str, Any]:
-        """Train ``model`` in place, or go on from a checkpoint in ``place``; returns what the note says, and the losses.
+    def _train(
+        self, model: nn.Module, teacher: nn.Module, training: TrainingExamples, files: TrainingFiles | None
+    ) -> dict[str, Any]:
+        """Train ``model`` in place, from the last checkpoint in ``files`` if there is one. Returns the facts of the training.
 
         Raises:
             CompileError: the training fails, is cut off, or lowers no loss.
         """
-        curve = Curve(place, self.updates)
+        curve = LossCurve(files, self.updates)
         attention = any(isinstance(part, (nn.LayerNorm, nn.MultiheadAttention, nn.RMSNorm)) for part in teacher.modules())
         rate, size = (RATE_ATTENTION, BATCH_ATTENTION) if attention else (RATE, BATCH)
         if is_quantized(model) and _matrix_weights(model) == _matrix_weights(teacher):  # nothing was removed
@@ -167,13 +169,13 @@ class Recover(Pass):
                     early_stopping=EarlyStopping(patience=1_000_000),  # the schedule ends it; the best state is kept
                     progress=False,
                     world=World(),
-                    checkpoint=None if place is None else place.checkpoints,
+                    checkpoint=None if files is None else files.checkpoints,
                     checkpoint_every=max(1, self.updates // CHECKPOINTS),
                     callbacks=[curve],
                     log_every=curve.every,
                 )
                 before = _mean(loss, model, held_out)
-                if place is not None:
+                if files is not None:
                     curve.resume(trainer.resume(missing_ok=True).position.update)
                 summary = trainer.fit(train, held_out, steps=self.updates)
                 after = _mean(loss, model, held_out)
@@ -184,8 +186,8 @@ class Recover(Pass):
         if trainer.position.update < self.updates:
             raise CompileError(f"The training was cut off after {counted(trainer.position.update, 'update')}: {summary.ended}")
         if not after < before:
-            if place is not None:
-                place.clear()
+            if files is not None:
+                files.clear()
             raise CompileError(
                 f"The training did not lower the loss on the held-out examples ({before:.3g} before, {after:.3g} after "
                 f"{counted(self.updates, 'update')}). Give more different inputs: Workload(training=Training(data=...))."
@@ -204,7 +206,7 @@ class Recover(Pass):
 
 
 class _Batches:
-    """Batches in another order in each epoch, which depends on the seed and on the number of the epoch only."""
+    """Batches in a new order in each epoch. The order depends on the seed and the epoch number only."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]], size: int, labelled: bool) -> None:
         targets = [target if labelled else None for _, target in pairs]
@@ -228,7 +230,7 @@ class _Batches:
             order = torch.randperm(len(self._batches), generator=generator).tolist()
             chosen: Iterator[Batch] = (self._batches[i] for i in order)
         else:
-            # equal parts without a small rest, which batch normalisation could not take
+            # parts of about equal size: batch normalisation fails on a last batch of one row
             order_of = torch.randperm(self._whole.rows, generator=generator)
             whole = self._whole
             chosen = (whole.take(index) for index in order_of.tensor_split(len(self)))
@@ -237,14 +239,14 @@ class _Batches:
 
 
 def _labelled(training: TrainingExamples) -> bool:
-    """Whether there are labels, and a loss of the user's that judges outputs by them."""
+    """Whether all examples have labels, and the user's loss compares outputs with them."""
     if training.loss is None or any(target is None for _, target in training.batches):
         return False
     return not LossAdapter(training.loss).calls_model
 
 
 def _check_labels(teacher: nn.Module, training: TrainingExamples) -> None:
-    """Call the user's loss once, on outputs of the original.
+    """Call the user's loss once, on outputs of the teacher.
 
     Raises:
         CompileError: it does not take these labels.
@@ -272,12 +274,12 @@ def _loss_name(training: TrainingExamples) -> str:
 
 
 def _matrix_weights(model: nn.Module) -> int:
-    """The number of weights of convolutions, linear and recurrent layers, which folding batch norms leaves as it is."""
+    """The number of weights of convolutions, linear and recurrent layers. Folding batch norms does not change it."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
 
 
 def _unfreeze(model: nn.Module) -> None:
-    """Let everything be trained but embeddings, of which few rows occur in the examples."""
+    """Enable gradients of all floating-point parameters except embeddings: few of their rows occur in the examples."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(parameter.is_floating_point() and not isinstance(module, nn.Embedding))

@@ -78,12 +78,12 @@ class Sparsify(Pass):
         model = candidate.own_model()
         layers = dict(_layers(model))
         before = _deflated(layers)
-        everywhere = self._bound_of_all(layers)
+        threshold = self._threshold(layers)
         for layer in layers.values():
             weight = layer.weight
             assert isinstance(weight, nn.Parameter)
             with torch.no_grad():
-                weight.masked_fill_(self._lost(weight.detach(), everywhere), 0.0)
+                weight.masked_fill_(self._zero_mask(weight.detach(), threshold), 0.0)
             setattr(layer, ZEROS_STAY, True)
         shares = {name: float((layer.weight == 0).float().mean()) for name, layer in layers.items()}
         if not any(shares.values()):
@@ -93,36 +93,36 @@ class Sparsify(Pass):
         sizes = f"deflated, these weights take {_deflated(layers):.3g} instead of {before:.3g} MB"
         return dataclasses.replace(candidate, model=model, notes=(*candidate.notes, _report(shares, layers), f"Size: {sizes}."))
 
-    def _bound_of_all(self, layers: dict[str, Any]) -> float:
-        """The absolute value below which weights are lost, where one bound holds for all layers."""
+    def _threshold(self, layers: dict[str, Any]) -> float:
+        """The absolute value up to which weights are set to zero, for the scopes ``threshold`` and ``global``."""
         if self.scope != "global":
             return self.bound
         sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])
         return float(sizes.kthvalue(max(1, int(self.zeros * sizes.numel()))).values)
 
-    def _lost(self, weight: torch.Tensor, everywhere: float) -> torch.Tensor:
+    def _zero_mask(self, weight: torch.Tensor, threshold: float) -> torch.Tensor:
         sizes = weight.abs()
         if self.scope == "threshold":
-            return sizes < everywhere
+            return sizes < threshold
         if self.scope == "global":
-            return sizes <= everywhere
-        lost = torch.zeros_like(weight, dtype=torch.bool)
+            return sizes <= threshold
+        mask = torch.zeros_like(weight, dtype=torch.bool)
         if self.scope == "layer":
             count = int(self.zeros * weight.numel())
-            lost.view(-1)[sizes.flatten().argsort(stable=True)[:count]] = True
-            return lost
+            mask.view(-1)[sizes.flatten().argsort(stable=True)[:count]] = True
+            return mask
         stay, of = map(int, self.pattern.split(":"))
         rows = sizes.flatten(1)
         whole = rows.shape[1] // of * of  # a rest that fills no group stays
         groups = rows[:, :whole].reshape(len(rows), -1, of)
         places = groups.argsort(dim=2, stable=True)[..., : of - stay]
         marked = torch.zeros_like(groups, dtype=torch.bool).scatter_(2, places, value=True)
-        lost.view(len(rows), -1)[:, :whole] = marked.reshape(len(rows), whole)
-        return lost
+        mask.view(len(rows), -1)[:, :whole] = marked.reshape(len(rows), whole)
+        return mask
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers with plain weights by name; of those that share one weight, the first."""
+    """The layers with plain weights, by name. Of layers that share a weight only the first one is yielded."""
     seen: set[int] = set()
     for name, found in model.named_modules():
         module: Any = found
@@ -133,7 +133,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _deflated(layers: dict[str, Any]) -> float:
-    """The weights in MB as a compressed download holds them."""
+    """Size of the deflated weights in MB."""
     return sum(len(zlib.compress(raw(layer.weight).numpy().tobytes())) for layer in layers.values()) / 1e6
 
 

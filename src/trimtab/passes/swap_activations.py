@@ -33,7 +33,7 @@ class SwapActivations(Pass):
 
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a smooth activation function."""
-        if not any(isinstance(module, SMOOTH) or _is_smooth(module) for module in candidate.model.modules()):
+        if not any(isinstance(module, SMOOTH) or _has_gelu(module) for module in candidate.model.modules()):
             known = ", ".join(kind.__name__ for kind in SMOOTH)
             return f"swap_activations needs a module that ReLU can replace ({known}), and the model has none."
         return None
@@ -47,13 +47,13 @@ class SwapActivations(Pass):
             for name, child in module.named_children():
                 if isinstance(child, SMOOTH):
                     setattr(module, name, nn.ReLU())
-            if _is_smooth(module):
+            if _has_gelu(module):
                 module.activation, module.activation_relu_or_gelu = functional.relu, 1  # type: ignore[assignment]
         model.eval()
         return candidate.with_model(model)
 
 
-def _is_smooth(module: nn.Module) -> bool:
-    """Whether it is a layer of torch's own transformer with another activation function than ReLU."""
+def _has_gelu(module: nn.Module) -> bool:
+    """Whether ``module`` is one of torch's transformer layers with GELU as its activation function."""
     known = isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
     return known and getattr(module, "activation", None) is functional.gelu

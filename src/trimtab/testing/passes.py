@@ -15,7 +15,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.settings import Settings
 from trimtab.core.technique import PASSES, Pass
 from trimtab.errors import CompileError, MissingPackageError
-from trimtab.passes.common.quantized import float_twin, is_quantized
+from trimtab.passes.common.quantized import is_quantized, without_rounding
 from trimtab.testing.assertions import (
     assert_close,
     assert_documented,
@@ -127,7 +127,7 @@ class PassSuite:
                 assert is_quantized(one), name
                 args, kwargs = candidate.own_inputs()
                 assert_close(
-                    before(*args, **kwargs), float_twin(one)(*args, **kwargs), exact=True, where=f"{technique}, {name}"
+                    before(*args, **kwargs), without_rounding(one)(*args, **kwargs), exact=True, where=f"{technique}, {name}"
                 )
 
     def test_changes_what_it_says(self, technique: Pass) -> None:

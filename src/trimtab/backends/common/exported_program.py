@@ -23,7 +23,7 @@ from trimtab.backends.common.process_lock import quiet
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.signature import Dim, Signature
 from trimtab.errors import CompileError, IntegrityError
-from trimtab.passes.common.quantized import shapes_known
+from trimtab.passes.common.quantized import fake_quantize_meta_kernels
 from trimtab.safe_load.archives import save_program as write_program
 from trimtab.tensors.comparison import NEAR_TIES, difference
 from trimtab.tensors.weights import HALVES, weights
@@ -333,7 +333,7 @@ def _write(program: ExportedProgram, folder: pathlib.Path) -> None:
 def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, plain: bool) -> ExportedProgram:
     laid = dense(leaves, memory_formats(candidate.signature, candidate.settings.memory_format))
     try:
-        with torch.no_grad(), quiet(), shapes_known():
+        with torch.no_grad(), quiet(), fake_quantize_meta_kernels():
             program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
             return program.run_decompositions({}) if plain and candidate.settings.precision.autocast else program
     except EXPORT_ERRORS as error:

@@ -21,7 +21,7 @@ from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError, UsageError
-from trimtab.passes.common.quantized import float_twin, is_quantized
+from trimtab.passes.common.quantized import is_quantized, without_rounding
 from trimtab.tensors.comparison import difference, errors, is_discrete, ordered, slower
 from trimtab.tensors.structure import TENSOR, Structure, flatten
 from trimtab.tensors.weights import tolerance
@@ -80,8 +80,8 @@ def convert(
         wanted = candidate.keeping(dims)
         for way in ways:
             try:
-                if is_quantized(wanted.model):  # proves all but the rounding, with the tolerance of float32
-                    attempt(way, wanted.with_model(float_twin(wanted.model)))
+                if is_quantized(wanted.model):  # verifies everything but the rounding, with the tolerance of float32
+                    attempt(way, wanted.with_model(without_rounding(wanted.model)))
                 attempt(way, wanted)
             except CompileError as error:
                 attempts.setdefault(str(error), []).append(f"{way}{', dynamic sizes' if dims else ''}")
@@ -183,16 +183,16 @@ def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | N
 def _allowed(candidate: Candidate) -> Callable[[Row, Sequence[torch.Tensor]], float]:
     """The largest error of a conversion, relative to the largest output, for given inputs and expected outputs.
 
-    A model in 8 bits is proven in its float twin. A runtime rounds some of its values the other way, and each such step goes
-    through all layers that follow, so that it may be as far off as rounding itself.
+    A quantized model is verified exactly without rounding (see :func:`convert`). With rounding a runtime may round some values
+    the other way, and each such step passes through all later layers, so the error may be as large as that of rounding itself.
     """
     usual = tolerance(candidate.model, TOLERANCE)
     if not is_quantized(candidate.model):
         return lambda leaves, expected: usual
-    twin, structure = float_twin(candidate.model), candidate.signature.input_structure
+    unrounded, structure = without_rounding(candidate.model), candidate.signature.input_structure
 
     def allowed(leaves: Row, expected: Sequence[torch.Tensor]) -> float:
-        exact = flatten(call_model(twin, structure, leaves), "output")[0]
+        exact = flatten(call_model(unrounded, structure, leaves), "output")[0]
         pairs = [(a, b) for a, b in zip(exact, expected, strict=True) if not is_discrete(a.dtype)]
         return max([ROUNDED_TOLERANCE, *(2 * _error(a, b) for a, b in pairs)])
 

@@ -23,7 +23,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.technique import require
 from trimtab.errors import CompileError
 from trimtab.hardware import environment
-from trimtab.passes.common.quantized import is_quantized, shapes_known
+from trimtab.passes.common.quantized import fake_quantize_meta_kernels, is_quantized
 from trimtab.tensors.weights import weight_bytes
 
 INPUTS = "trimtab.inputs"
@@ -81,7 +81,7 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: 
 def _export_dynamo(candidate: Candidate, path: pathlib.Path) -> None:
     signature = candidate.signature
     inputs, outputs = io_names(signature)
-    with shapes_known():
+    with fake_quantize_meta_kernels():
         program = torch.onnx.export(
             exportable(candidate),
             tuple(candidate.dynamic_leaves()),

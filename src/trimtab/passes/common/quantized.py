@@ -20,19 +20,19 @@ LEVELS = 255
 SAMPLES = 1 << 16
 """Most values of a call from which percentiles and squared errors are taken."""
 PERCENTILE = 0.9999
-SHRUNK = tuple(1 - i / 40 for i in range(21))
-"""Shares of the full range that are tried for the least squared error."""
+RANGE_FACTORS = tuple(1 - i / 40 for i in range(21))
+"""Factors on the full range that are tried for the least squared error."""
 
 
 class Range:
-    """The range of a tensor over several calls, and its scale and zero in unsigned bytes."""
+    """Observer of a tensor: its range over several calls, and the scale and zero point for unsigned bytes."""
 
     def __init__(self) -> None:
         self._low, self._high = 0.0, 0.0
         self._samples: list[torch.Tensor] = []
 
-    def see(self, values: torch.Tensor, *, keep: bool = False) -> None:
-        """Widen the range to finite ``values``, and ``keep`` some of them for the methods that need more than extremes."""
+    def observe(self, values: torch.Tensor, *, keep: bool = False) -> None:
+        """Widen the range to the finite ``values``. ``keep`` also stores a sample, which ``percentile`` and ``mse`` need."""
         flat = values.detach().flatten().float()
         flat = flat[flat.isfinite()]
         if flat.numel():
@@ -40,7 +40,7 @@ class Range:
             self._samples += [flat[:: max(1, flat.numel() // SAMPLES)]] if keep else []
 
     def scale(self, method: Ranges) -> tuple[float, int]:
-        """Scale and zero, with the bounds by ``method``. Zero itself is always exact."""
+        """Scale and zero point, with the bounds by ``method``. Zero itself is always exact."""
         low, high = self._low, self._high
         values = torch.cat(self._samples) if method != "minmax" and self._samples else torch.empty(0)
         if method == "percentile" and values.numel():
@@ -48,7 +48,7 @@ class Range:
             bounds = values.quantile(torch.tensor([1 - PERCENTILE, PERCENTILE]))
             low, high = min(0.0, float(bounds[0])), max(0.0, float(bounds[1]))
         elif method == "mse" and values.numel():
-            share = min(SHRUNK, key=lambda share: _squared_error(values, low * share, high * share))
+            share = min(RANGE_FACTORS, key=lambda share: _squared_error(values, low * share, high * share))
             low, high = low * share, high * share
         return _affine(low, high)
 
@@ -64,18 +64,18 @@ def _squared_error(values: torch.Tensor, low: float, high: float) -> float:
 
 
 class Quantized(nn.Module):
-    """What the quantized layers share: fixed ranges of activations, and a weight scale that follows the weight in training."""
+    """Base of the quantized layers: fixed ranges of activations, and a weight scale that follows the weight in training."""
 
     bits: ClassVar[int] = 8
     """Bits of a weight in computation."""
     weight_scale: torch.Tensor
     weight_zero: torch.Tensor
     ranges: tuple[tuple[float, int], tuple[float, int]]
-    """Scale and zero of the input and of the output."""
+    """Scale and zero point of the input and of the output."""
     largest: int
     """Largest absolute value of a weight: 127, or 63 on CPUs where sums of 8-bit products saturate."""
-    rounds: bool
-    """Whether it quantizes; ``False`` in a float twin."""
+    enabled: bool
+    """Whether inputs, weights and outputs are rounded; ``False`` in a model from :func:`without_rounding`."""
 
     def train(self, mode: bool = True) -> Any:
         """Switch the mode; as training ends, the scale of the weights becomes a constant."""
@@ -95,20 +95,20 @@ class Quantized(nn.Module):
         return scale
 
     def _activation(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        if not self.rounds:
+        if not self.enabled:
             return x
         return torch.fake_quantize_per_tensor_affine(x, *self.ranges[index], 0, LEVELS)
 
-    def _rounded(self) -> torch.Tensor:
+    def _rounded_weight(self) -> torch.Tensor:
         weight: Any = self.weight
         scale = self._scale() if self.training else self.weight_scale
-        return torch.fake_quantize_per_channel_affine(weight, scale, self.weight_zero, 0, -128, 127) if self.rounds else weight
+        return torch.fake_quantize_per_channel_affine(weight, scale, self.weight_zero, 0, -128, 127) if self.enabled else weight
 
 
 class _QuantizedConv:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """As the layer's own, on rounded numbers."""
-        found: torch.Tensor = self._activation(self._conv_forward(self._activation(x, 0), self._rounded(), self.bias), 1)
+        """The forward pass of the float layer, with rounded input, weight and output."""
+        found: torch.Tensor = self._activation(self._conv_forward(self._activation(x, 0), self._rounded_weight(), self.bias), 1)
         return found
 
 
@@ -128,11 +128,11 @@ class QuantizedLinear(Quantized, nn.Linear):
     """A linear layer in 8 bits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the layer's own, on rounded numbers."""
-        return self._activation(functional.linear(self._activation(x, 0), self._rounded(), self.bias), 1)
+        """The forward pass of the float layer, with rounded input, weight and output."""
+        return self._activation(functional.linear(self._activation(x, 0), self._rounded_weight(), self.bias), 1)
 
 
-FORMS: Mapping[type[nn.Module], type[Quantized]] = {
+QUANTIZED_CLASSES: Mapping[type[nn.Module], type[Quantized]] = {
     nn.Conv1d: QuantizedConv1d,
     nn.Conv2d: QuantizedConv2d,
     nn.Conv3d: QuantizedConv3d,
@@ -145,16 +145,16 @@ def quantizable(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) in FORMS and type(module.weight) is nn.Parameter and module.weight.dtype is torch.float32
+        if type(module) in QUANTIZED_CLASSES and type(module.weight) is nn.Parameter and module.weight.dtype is torch.float32
     }
 
 
 def quantize(model: nn.Module, ranges: Mapping[str, tuple[tuple[float, int], tuple[float, int]]]) -> None:
-    """Give the layers that ``ranges`` names their 8-bit form, in place. Their parameters stay, and so stay tied."""
+    """Convert the layers that ``ranges`` names to their 8-bit form, in place. Parameters stay the same objects: ties remain."""
     for name, found in ranges.items():
         layer: Any = model.get_submodule(name)
-        layer.__class__ = FORMS[type(layer)]
-        layer.ranges, layer.rounds = found, True
+        layer.__class__ = QUANTIZED_CLASSES[type(layer)]
+        layer.ranges, layer.enabled = found, True
         layer.largest = 127 if environment.has_vnni() else 63
         layer.register_buffer("weight_scale", layer._scale())
         layer.register_buffer("weight_zero", torch.zeros(len(layer.weight_scale), dtype=torch.int32))
@@ -168,26 +168,26 @@ def is_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, Quantized) for module in model.modules())
 
 
-def float_twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` that rounds nothing, in which all else is the same."""
-    twin = copied(model)
-    for module in twin.modules():
+def without_rounding(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose quantized layers do not round."""
+    copy = copied(model)
+    for module in copy.modules():
         if isinstance(module, Quantized):
-            module.rounds = False
-    return twin
+            module.enabled = False
+    return copy
 
 
 @contextlib.contextmanager
-def ranges_seen(
+def observed_ranges(
     model: nn.Module, names: Mapping[str, Any] | list[str], *, keep: bool = False
 ) -> Iterator[dict[str, tuple[Range, Range]]]:
-    """Collect the ranges of inputs and outputs of the layers ``names`` in the block; of those that ran, when it ends."""
+    """Collect the ranges of the inputs and outputs of the layers ``names`` that run in the block."""
     seen: dict[str, tuple[Range, Range]] = {}
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
             for found, values in zip(seen.setdefault(name, (Range(), Range())), (args[0], output), strict=True):
-                found.see(values, keep=keep)
+                found.observe(values, keep=keep)
 
         return hook
 
@@ -200,8 +200,8 @@ def ranges_seen(
 
 
 @contextlib.contextmanager
-def shapes_known() -> Iterator[None]:
-    """A block in which torch.export knows the shapes of rounded tensors of any size: torch has no such kernel."""
+def fake_quantize_meta_kernels() -> Iterator[None]:
+    """Register the missing meta kernels of fake quantization in the block, so that torch.export can infer output shapes."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for form in ("tensor", "channel"):
             library.impl(f"fake_quantize_per_{form}_affine_cachemask", _rounded_like, "Meta")

@@ -21,7 +21,7 @@ from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.errors import CompileError
 from trimtab.hardware import environment
 from trimtab.measure.values import scale_of
-from trimtab.passes.common.quantized import LEVELS, Range, quantizable, quantize, ranges_seen
+from trimtab.passes.common.quantized import LEVELS, Range, observed_ranges, quantizable, quantize
 from trimtab.passes.fold_bn import folded
 from trimtab.tensors.comparison import is_discrete
 from trimtab.tensors.structure import cloned, flatten
@@ -32,9 +32,9 @@ FOLDER = "sensitivity"
 MOST_CALLS = 16
 """Calibration calls on which outputs are compared."""
 LEAST_VARIANCE = 1e-300
-"""Smallest variance of an output that errors are related to."""
-BLAMED = 3
-"""Most layers that a sentence names."""
+"""Lower bound of an output's variance, by which errors are divided."""
+MOST_NAMED = 3
+"""Most layers that a note names."""
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -42,11 +42,10 @@ Outputs = list[list[torch.Tensor]]
 
 
 def sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, float]:
-    """For each convolution, linear and recurrent layer and each embedding that the calibration inputs reach, the mean squared
-    change of the outputs when its weights and activations are rounded, relative to their variance over the examples, as they
-    are judged without labels; most sensitive layer first.
+    """The sensitivity of each convolution, linear layer, recurrent layer and embedding that the calibration inputs reach.
 
-    Of an embedding only the weights are rounded, because a lookup computes nothing.
+    It is the mean squared change of the outputs if this layer alone is rounded, relative to their variance over the examples.
+    Weights and inputs are rounded; of an embedding only the weights. The most sensitive layer is first.
 
     The table is kept in the candidate's scratch folder under the hash of weights and calibration data. If none is kept and
     measuring one is expected to take longer than ``most_s`` seconds, the result is empty.
@@ -71,8 +70,7 @@ def sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, f
 
 
 def most_sensitive(candidate: Candidate, count: int, *, every: bool = False) -> tuple[str, ...]:
-    """Names of the ``count`` layers whose rounding changes the outputs most: of convolutions and linear layers, or of ``every``
-    kind.
+    """Names of the ``count`` most sensitive layers: convolutions and linear layers only, or layers of ``every`` kind.
 
     Raises:
         CompileError: no layer would be left.
@@ -87,7 +85,7 @@ def most_sensitive(candidate: Candidate, count: int, *, every: bool = False) -> 
 
 
 def known_sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, float]:
-    """:func:`sensitivities` of the model with folded batch norms; empty if they cannot be measured either."""
+    """:func:`sensitivities` of the model with folded batch norms; empty if they cannot be measured."""
     try:
         return sensitivities(folded(candidate), most_s)
     except CompileError:
@@ -95,7 +93,7 @@ def known_sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[
 
 
 def _expected_s(candidate: Candidate) -> float:
-    """Seconds that a table takes, by one call."""
+    """Estimated seconds of a measurement, from the duration of one call."""
     begun = time.perf_counter()
     try:
         _outputs(dataclasses.replace(candidate, calibration=candidate.calibration[:1]), candidate.model)
@@ -106,9 +104,9 @@ def _expected_s(candidate: Candidate) -> float:
     return (time.perf_counter() - begun) * max(1, len(candidate.calibration[:MOST_CALLS])) * layers
 
 
-def blamed(table: Mapping[str, float]) -> str | None:
+def sensitivity_note(table: Mapping[str, float]) -> str | None:
     """A sentence that names the first layers of ``table``, from :func:`sensitivities`; ``None`` if it is empty."""
-    named = ", ".join(f"{name} ({value:.2g})" for name, value in list(table.items())[:BLAMED])
+    named = ", ".join(f"{name} ({value:.2g})" for name, value in list(table.items())[:MOST_NAMED])
     if not named:
         return None
     return f"Rounded alone, these layers change the outputs most, relative to their variance over the examples: {named}."
@@ -118,7 +116,7 @@ def _measured(candidate: Candidate) -> dict[str, float]:
     model = candidate.own_model()
     layers = quantizable(model)
     recurrent = {name: module for name, module in model.named_modules() if isinstance(module, (nn.RNNBase, *EMBEDDINGS))}
-    with torch.no_grad(), _inputs_seen(model, recurrent) as inputs, ranges_seen(model, layers) as seen:
+    with torch.no_grad(), _observed_inputs(model, recurrent) as inputs, observed_ranges(model, layers) as seen:
         wanted = _outputs(candidate, model)
     variances = [
         1.0 if is_discrete(each[0].dtype) else max(scale_of(each)[0] ** 2, LEAST_VARIANCE) for each in zip(*wanted, strict=True)
@@ -127,16 +125,16 @@ def _measured(candidate: Candidate) -> dict[str, float]:
     for name, module in model.named_modules():
         if name in seen:
             scales = (seen[name][0].scale("minmax"), seen[name][1].scale("minmax"))
-            with _one_rounded(model, name, scales):
+            with _quantized_layer(model, name, scales):
                 table[name] = _change(wanted, _outputs(candidate, model), variances)
         elif name in inputs:
-            with _weights_rounded(module, inputs[name].scale("minmax")):
+            with _rounded_weights(module, inputs[name].scale("minmax")):
                 table[name] = _change(wanted, _outputs(candidate, model), variances)
     return _sorted(table)
 
 
 @contextlib.contextmanager
-def _one_rounded(model: nn.Module, name: str, scales: tuple[tuple[float, int], tuple[float, int]]) -> Iterator[None]:
+def _quantized_layer(model: nn.Module, name: str, scales: tuple[tuple[float, int], tuple[float, int]]) -> Iterator[None]:
     layer = model.get_submodule(name)
     own = layer.__class__
     quantize(model, {name: scales})
@@ -147,8 +145,8 @@ def _one_rounded(model: nn.Module, name: str, scales: tuple[tuple[float, int], t
 
 
 @contextlib.contextmanager
-def _weights_rounded(layer: nn.Module, scale: tuple[float, int]) -> Iterator[None]:
-    """A block in which the weights of ``layer``, one scale for each row, and its inputs are rounded, except indices."""
+def _rounded_weights(layer: nn.Module, scale: tuple[float, int]) -> Iterator[None]:
+    """Round the weights of ``layer``, with one scale per row, and its inputs in the block. Indices are not rounded."""
     largest = 127 if environment.has_vnni() else 63
     before = {name: weight.detach().clone() for name, weight in layer.named_parameters() if name.startswith("weight")}
     handle = layer.register_forward_pre_hook(
@@ -172,13 +170,13 @@ def _weights_rounded(layer: nn.Module, scale: tuple[float, int]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _inputs_seen(model: nn.Module, names: Mapping[str, Any]) -> Iterator[dict[str, Range]]:
+def _observed_inputs(model: nn.Module, names: Mapping[str, Any]) -> Iterator[dict[str, Range]]:
     seen: dict[str, Range] = {}
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], torch.Tensor):  # not a packed sequence
-                seen.setdefault(name, Range()).see(args[0])
+                seen.setdefault(name, Range()).observe(args[0])
 
         return hook
 
@@ -201,7 +199,7 @@ def _outputs(candidate: Candidate, model: nn.Module) -> Outputs:
 
 
 def _change(wanted: Outputs, found: Outputs, variances: Sequence[float]) -> float:
-    """The sum over the outputs of their relative squared error; of integers, of the share that differs."""
+    """The sum over the outputs of the relative squared error; for integers, of the share of differing values."""
     total = 0.0
     for i, variance in enumerate(variances):
         pairs = [(a[i], b[i]) for a, b in zip(wanted, found, strict=True)]

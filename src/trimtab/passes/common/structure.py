@@ -16,19 +16,19 @@ from trimtab.tensors.structure import cloned, flatten
 
 STEP = 8
 """Widths are multiples of this: a vector of AVX2 has 8 floats, so a convolution with 36 channels costs as much as with 40."""
-CLOSE = 1e-3
-"""Largest error of the masked original, relative to the output's largest value. A wrong part makes errors of about 1."""
+MASKED_TOLERANCE = 1e-3
+"""Largest error against the masked original, relative to the largest output. A wrong removal makes errors of about 1."""
 
 MOST_CALLS = 16
 """Calibration calls on which inputs of layers are measured."""
 ZEROS_STAY = "zeros_stay"
-"""Attribute of layers whose zero weights a training leaves zero."""
+"""Attribute of layers whose zero weights stay zero in training."""
 
 
 def keep_zeros(model: nn.Module) -> None:
-    """Let a training of ``model`` leave those weights zero that are, in the layers that are marked with :data:`ZEROS_STAY`.
+    """Keep zero weights zero while ``model`` is trained, in the layers that are marked with :data:`ZEROS_STAY`.
 
-    Without a gradient AdamW leaves a zero zero, weight decay included.
+    Their gradients are masked: without a gradient AdamW leaves a zero unchanged, weight decay included.
     """
     for module in model.modules():
         if getattr(module, ZEROS_STAY, False):
@@ -37,7 +37,7 @@ def keep_zeros(model: nn.Module) -> None:
             weight.register_hook((weight.detach() != 0).to(weight.dtype).mul)  # type: ignore[no-untyped-call]
 
 
-def kept(width: int, keep: float, step: int = STEP) -> int:
+def kept_width(width: int, keep: float, step: int = STEP) -> int:
     """``keep`` of ``width``, rounded to a multiple of ``step``, at least one step and at most ``width``."""
     return min(width, max(step, math.floor(width * keep / step + 0.5) * step))
 
@@ -48,8 +48,8 @@ def outputs_of(candidate: Candidate, model: nn.Module) -> list[torch.Tensor]:
 
 
 def difference(candidate: Candidate, model: nn.Module, masked: nn.Module | None = None) -> str | None:
-    """Why ``model`` is not a smaller form of the candidate's: it fails on the example, or has outputs of other shapes, or other
-    outputs than ``masked``, a copy of the original in which the removed parts have no effect. ``None`` if it is one."""
+    """Why ``model`` cannot replace the candidate's model; ``None`` if it can. It fails on the example, has outputs of other
+    shapes or dtypes, has infinite outputs or NaN, or differs from ``masked``, the original with the removed parts masked."""
     wanted = outputs_of(candidate, candidate.model)
     try:
         found = outputs_of(candidate, model)
@@ -65,7 +65,7 @@ def difference(candidate: Candidate, model: nn.Module, masked: nn.Module | None 
         if is_discrete(ours.dtype) or not ours.numel():
             continue
         off, size = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-        if not off <= CLOSE * size + 1e-6:
+        if not off <= MASKED_TOLERANCE * size + 1e-6:
             return f"its outputs differ from those of the original without these parts by {off:.2g}, of {size:.2g} at most"
     return None
 
@@ -73,8 +73,8 @@ def difference(candidate: Candidate, model: nn.Module, masked: nn.Module | None 
 def sums_of_inputs(
     candidate: Candidate, names: Sequence[str], of: Callable[[torch.Tensor], torch.Tensor], *, example: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The sum of ``of(rows)`` over the inputs of each of the layers ``names``, on the calibration data or, with ``example`` and
-    without data, on the example. A layer that is not reached before the model fails is left out: weights alone decide there."""
+    """The sum of ``of(rows)`` over the inputs of each layer in ``names``, on the calibration data. If there is none, on the
+    example with ``example``, else empty. Layers that are not reached before the model fails are left out."""
     model, sums = candidate.own_model(), dict[str, torch.Tensor]()
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:

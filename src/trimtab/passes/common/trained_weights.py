@@ -1,4 +1,4 @@
-"""Trained weights in a study's folder: one file for each training, and beside it the state of a training that is not done."""
+"""Trained weights in the folder of a study: a file for each training, and the state of unfinished trainings beside it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FOLDER = "recovered"
 """Folder in the candidate's scratch folder with trained weights."""
 FACTS = "trained"
 """Key of the metadata in a file of weights."""
-POINTS = 20
-"""Points of the curve of the training loss."""
+CURVE_POINTS = 20
+"""Number of points of the training-loss curve."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TrainingFiles:
     """The files of one training, under the hash of everything that decides its result."""
 
     folder: pathlib.Path
@@ -36,21 +36,21 @@ class Place:
 
     @property
     def weights(self) -> pathlib.Path:
-        """The trained weights. The file is there once the training is done."""
+        """The trained weights. The file exists once the training is complete."""
         return self.folder / f"{self.key}.safetensors"
 
     @property
     def checkpoints(self) -> pathlib.Path:
-        """Checkpoints of a training that is not done."""
+        """Checkpoints of an unfinished training."""
         return self.folder / f"{self.key}.checkpoints"
 
     @property
     def progress(self) -> pathlib.Path:
-        """Updates, seconds and losses of a training that is not done."""
+        """Updates, seconds and losses of an unfinished training."""
         return self.folder / f"{self.key}.json"
 
     def load(self, model: nn.Module) -> dict[str, Any] | None:
-        """Load the weights into ``model``; returns the facts of the training, or ``None`` if not all is there."""
+        """Load the weights into ``model``. Returns the facts of the training; ``None`` if the file is missing or damaged."""
         try:
             with safe_open(self.weights, framework="pt") as file:
                 facts: dict[str, Any] = json.loads(file.metadata()[FACTS])
@@ -61,10 +61,10 @@ class Place:
         return facts
 
     def write(self, model: nn.Module, facts: dict[str, Any]) -> None:
-        """Write the weights whole or not at all, and remove what a training that is not done needs."""
+        """Write the weights atomically, and remove the state of the training."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
-        part = self.folder / f".{self.key}.part"  # one name, so that a process that was killed leaves nothing behind
+        part = self.folder / f".{self.key}.part"  # a fixed name: the next attempt overwrites what a killed process left
         try:
             with save_errors():
                 save_file(state, part, metadata={FACTS: json.dumps(facts)})
@@ -74,36 +74,36 @@ class Place:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the state of a training that is not done."""
+        """Remove checkpoints and progress."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         self.progress.unlink(missing_ok=True)
 
 
-class Curve:
-    """A callback of the Trainer that keeps the losses, and writes them where another process can read them.
+class LossCurve:
+    """A callback of the Trainer that records losses, and writes them to a file for other processes.
 
     Args:
-        place: where the training is kept; ``None`` keeps the losses in memory only.
+        files: where the training is kept; ``None`` keeps the losses in memory only.
         updates: updates of the whole training.
     """
 
-    def __init__(self, place: Place | None, updates: int) -> None:
-        self.place, self.updates = place, updates
-        self.every = max(1, updates // POINTS)
+    def __init__(self, files: TrainingFiles | None, updates: int) -> None:
+        self.files, self.updates = files, updates
+        self.every = max(1, updates // CURVE_POINTS)
         self.losses: list[tuple[int, float]] = []
-        """Mean loss of the updates since the point before, in training mode."""
+        """``(update, loss)``: the mean training loss since the previous point."""
         self.held_out: list[tuple[int, float]] = []
         self._before = 0.0
         self._begun = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before an interruption included."""
+        """Seconds of training, including those before an interruption."""
         return self._before + time.perf_counter() - self._begun
 
     def resume(self, update: int) -> None:
-        """Go on at ``update`` with what was written before."""
-        known = read_progress(None if self.place is None else self.place.progress)
+        """Continue at ``update``, with the losses that were written up to it."""
+        known = read_progress(None if self.files is None else self.files.progress)
         self._before = float(known.get("seconds", 0.0))
         for name in ("losses", "held_out"):
             setattr(self, name, [(int(at), float(loss)) for at, loss in known.get(name, ()) if at <= update])
@@ -116,8 +116,8 @@ class Curve:
             self.held_out.append((event.update, event.metrics["loss"]))
         else:
             return
-        if self.place is not None:
-            write_json(self.place.progress, self.facts(event.update))
+        if self.files is not None:
+            write_json(self.files.progress, self.facts(event.update))
 
     def facts(self, update: int) -> dict[str, Any]:
         """The state of the training after ``update`` updates."""
@@ -126,7 +126,7 @@ class Curve:
 
 
 def read_progress(path: pathlib.Path | None) -> dict[str, Any]:
-    """What :class:`Curve` wrote to ``path``; empty if it cannot be read."""
+    """What :class:`LossCurve` wrote to ``path``; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         if path is not None:
             return dict(json.loads(path.read_text(encoding="utf-8")))
