@@ -23,6 +23,11 @@ def error_text(error: BaseException) -> str:
     return str(traceback.TracebackException(type(error), error, None, compact=True))
 
 
+def message_line(error: BaseException) -> str:
+    """The first line of the message of ``error`` that is not blank; its type if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def shortened(text: str, most: int = MAX_MESSAGE) -> str:
     """``text``, with its middle cut out if it has more than ``most`` characters."""
     if len(text) <= most:

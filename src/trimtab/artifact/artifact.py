@@ -16,7 +16,7 @@ from torch import nn
 from trimtab._internal.files import path_of
 from trimtab._internal.notebook import link, paragraph
 from trimtab._internal.serialization import from_json
-from trimtab._internal.text import with_fix, with_remedy
+from trimtab._internal.text import message_line, with_fix, with_remedy
 from trimtab.artifact.manifest import (
     BASELINE,
     COPY,
@@ -383,8 +383,7 @@ def _read(backend: Backend, folder: pathlib.Path, signature: Signature, settings
     except TrimtabError:
         raise
     except LOAD_ERRORS as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise IntegrityError(f"{backend.name} cannot read the files in {folder}: {line[:300]}") from error
+        raise IntegrityError(f"{backend.name} cannot read the files in {folder}: {message_line(error)[:300]}") from error
 
 
 def replay(executable: Executable, golden: Golden, manifest: Manifest) -> Parities:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from trimtab._internal.files import sha256
 from trimtab._internal.serialization import dumps, from_json, to_json
-from trimtab._internal.text import counted, with_fix, with_remedy
+from trimtab._internal.text import counted, message_line, with_fix, with_remedy
 from trimtab.core.backend import BACKENDS, Backend
 from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
@@ -157,7 +157,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}. {COPY}") from error
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
-        raise IntegrityError(f"{path} cannot be read: {_short(error)}") from error
+        raise IntegrityError(f"{path} cannot be read: {message_line(error)[:300]}") from error
     if not unchanged:
         raise IntegrityError(f"{path} was changed after it was written: it does not have the digest that it states.")
     _check(manifest)
@@ -291,7 +291,7 @@ def _check_claim(claim: Any) -> None:
     try:
         found = from_json(Interval, claim)
     except UsageError as error:
-        raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {_short(error)}") from error
+        raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {message_line(error)[:300]}") from error
     # non-finite bounds are written as null and read as NaN
     if not 0 < found.value < float("inf") or found.low < 0 or found.high < 0:
         raise IntegrityError(f"{MANIFEST} states a speed-up that is none: {found}.")
@@ -356,8 +356,3 @@ def _check_structure(structure: Structure, depth: int) -> None:
             raise IntegrityError(f"{MANIFEST}: a named tuple has the impossible name or field {str(words)[:120]}.")
     for item in structure.items:
         _check_structure(item, depth + 1)
-
-
-def _short(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text[:300]

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trimtab._internal.text import message_line
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import SettingPass
 from trimtab.tensors.attention_kernels import KERNELS
@@ -64,5 +65,5 @@ class Attention(SettingPass):
                 args, kwargs = candidate.own_inputs()
                 candidate.model(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            return message_line(error)
         return None

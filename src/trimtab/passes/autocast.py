@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from trimtab._internal.text import message_line
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.technique import SettingPass
 
@@ -45,6 +46,5 @@ class Autocast(SettingPass):
             with torch.no_grad():
                 self.apply(candidate).flat(copied=False)(*candidate.own_leaves())
         except MODEL_ERRORS as error:
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            return f"The model fails under autocast to {self.dtype}: {first.rstrip('.')}."
+            return f"The model fails under autocast to {self.dtype}: {message_line(error).rstrip('.')}."
         return None

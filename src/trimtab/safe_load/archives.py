@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from trimtab._internal.text import message_line
 from trimtab.errors import CompileError, IntegrityError
 from trimtab.safe_load.export_program import check_weight, clean_payloads, clean_program, program_json
 from trimtab.safe_load.torchscript_pickle import check_pickle, check_source
@@ -82,7 +83,7 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
     try:
         return ExportedProgramDeserializer().deserialize(program, weights, constants, None)
     except (*PROGRAM_ERRORS, *_spec_errors()) as error:
-        raise IntegrityError(f"{records.path} is not a program that torch can read: {_first_line(error)}") from error
+        raise IntegrityError(f"{records.path} is not a program that torch can read: {message_line(error)[:300]}") from error
 
 
 def save_program(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
@@ -100,7 +101,7 @@ def save_program(program: ExportedProgram, path: str | os.PathLike[str]) -> None
         torch.export.save(program, raw)
         _rewrite(raw, clean)
     except (IntegrityError, RuntimeError, ValueError, TypeError, AttributeError, pickle.PicklingError) as error:
-        raise CompileError(f"The program has no form that stands alone: {_first_line(error)}") from error
+        raise CompileError(f"The program has no form that stands alone: {message_line(error)[:300]}") from error
     # everything before is in memory; if the disk is full, no partial file is left
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -126,7 +127,7 @@ def load_torchscript(path: str | os.PathLike[str]) -> torch.jit.ScriptModule:
     try:
         module: torch.jit.ScriptModule = torch.jit.load(buffer, map_location="cpu")  # type: ignore[no-untyped-call]
     except PROGRAM_ERRORS as error:
-        raise IntegrityError(f"{path} is not a TorchScript module that torch can read: {_first_line(error)}") from error
+        raise IntegrityError(f"{path} is not a TorchScript module that torch can read: {message_line(error)[:300]}") from error
     return module
 
 
@@ -228,7 +229,8 @@ def _flat_tensor(records: Records, folder: str, entry: Any, where: str) -> torch
     try:
         return tensor.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise IntegrityError(f"{where} was saved for the device {device}, which is not here: {_first_line(error)}") from error
+        reason = message_line(error)[:300]
+        raise IntegrityError(f"{where} was saved for the device {device}, which is not here: {reason}") from error
 
 
 def _view(flat: torch.Tensor, meta: Any, where: str) -> torch.Tensor:
@@ -259,7 +261,3 @@ def _spec_errors() -> tuple[type[Exception], ...]:
     """torch's only error class that derives from ``Exception`` directly. Imported late: it imports torch's compiler."""
     verifier = importlib.import_module("torch._export.verifier")
     return (verifier.SpecViolationError,)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
