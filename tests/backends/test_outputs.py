@@ -13,7 +13,7 @@ from torch import nn
 from _backends import needs_compiler, reloaded
 from trimtab.backends.common.exported_program import disagreement
 from trimtab.backends.common.foreign import wrong_graph
-from trimtab.backends.common.owned_outputs import held_by, owned
+from trimtab.backends.common.owned_outputs import held_addresses, owned
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
 from trimtab.backends.torchscript import TorchScript
@@ -261,6 +261,6 @@ def test_what_a_model_keeps_may_contain_itself() -> None:
     ring: dict[str, object] = {"kept": torch.ones(2)}
     ring["me"], ring["all"] = ring, [ring]
     net.cfg = ring  # type: ignore[assignment]
-    assert ring["kept"].data_ptr() in held_by(net)  # type: ignore[attr-defined]
+    assert ring["kept"].data_ptr() in held_addresses(net)  # type: ignore[attr-defined]
     rows = torch.randn(3, 8)
     torch.testing.assert_close(Eager().compile(Candidate.of(net.eval(), (rows,)))(rows), net(rows))

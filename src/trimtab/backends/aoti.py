@@ -19,16 +19,16 @@ from trimtab._internal.text import counted, with_fix
 from trimtab.backends.common.causes import first_line
 from trimtab.backends.common.exported_program import (
     EXPORT_ERRORS,
+    copy_back,
     dense,
     export_program,
     export_static,
     lost_dims,
     memory_formats,
     verified,
-    written_back,
 )
 from trimtab.backends.common.inductor_process import Mode, options
-from trimtab.backends.common.owned_outputs import in_order
+from trimtab.backends.common.owned_outputs import contiguous
 from trimtab.backends.common.process_lock import quiet
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
@@ -92,13 +92,13 @@ class AotiExecutable(Executable):
         if self._dynamic is not None and [leaf.shape for leaf in leaves] != self._shapes:
             call = self._dynamic
             strides = [_strides(leaf.shape, layout) for leaf, layout in zip(leaves, self._formats, strict=True)]
-        laid = _exactly(leaves, strides, self._formats)
+        converted = _with_strides(leaves, strides, self._formats)
         if written := self.signature.written:
-            outputs = call(list(laid))  # a copy, because the package empties the list
-            written_back(leaves, laid, written)
+            outputs = call(list(converted))  # a copy, because the package empties the list
+            copy_back(leaves, converted, written)
         else:
-            outputs = call(laid)
-        return in_order(outputs) if self.settings.memory_format == "channels_last" else outputs
+            outputs = call(converted)
+        return contiguous(outputs) if self.settings.memory_format == "channels_last" else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
         names = [name for name in (EXAMPLE, DYNAMIC, BUILD) if (self._folder / name).exists()]
@@ -253,14 +253,14 @@ def _strides(shape: torch.Size, layout: torch.memory_format) -> tuple[int, ...]:
     return torch.empty(shape, device="meta", memory_format=layout).stride()
 
 
-def _exactly(
+def _with_strides(
     leaves: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], formats: Sequence[torch.memory_format]
 ) -> list[torch.Tensor]:
     if all(leaf.stride() == stride for leaf, stride in zip(leaves, strides, strict=True)):
         return list(leaves)
-    laid = dense(leaves, formats)
+    converted = dense(leaves, formats)
     return [leaf if leaf.stride() == stride else leaf.as_strided(leaf.shape, stride)
-            for leaf, stride in zip(laid, strides, strict=True)]  # fmt: skip
+            for leaf, stride in zip(converted, strides, strict=True)]  # fmt: skip
 
 
 def _closed(leaves: list[torch.Tensor]) -> list[torch.Tensor]:

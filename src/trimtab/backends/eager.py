@@ -15,7 +15,7 @@ from torch import nn
 from trimtab._internal.serialization import from_json, write_json
 from trimtab.backends.common.exported_program import PROGRAM, bare_module, frozen_note, lost_dims, write_exported
 from trimtab.backends.common.graph_call import graph_call
-from trimtab.backends.common.owned_outputs import held_by, in_order, owned
+from trimtab.backends.common.owned_outputs import contiguous, held_addresses, owned
 from trimtab.backends.common.scratch import copy_files, fingerprint, shared_folder
 from trimtab.backends.common.torchscript import SCRIPT, kept_signature, load_script, save_script, script_flat
 from trimtab.core.backend import Backend, Executable
@@ -44,20 +44,20 @@ class EagerExecutable(Executable):
         self._grad_mode = GRAD_MODES[grad_mode]
         self._inference = grad_mode == "inference"
         self._held: frozenset[int] | None = None
-        self._plain = candidate.settings.precision.autocast is None and candidate.settings.memory_format == "contiguous"
+        self._direct_call = candidate.settings.precision.autocast is None and candidate.settings.memory_format == "contiguous"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module in its gradient mode, without a wrapper if no setting needs one."""
-        if not self._plain:
+        if not self._direct_call:
             return super().__call__(*args, **kwargs)
         with self._grad_mode():
             outputs = self._candidate.model(*args, **kwargs)
-        return self._own(outputs)
+        return self._owned_outputs(outputs)
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with self._grad_mode():
             outputs: Sequence[torch.Tensor] = self._flat(*leaves)
-        return self._own(outputs if self._plain else _laid_out(outputs, self.settings))
+        return self._owned_outputs(outputs if self._direct_call else _in_default_layout(outputs, self.settings))
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the module as an exported program. The signature becomes the program's.
@@ -98,9 +98,9 @@ class EagerExecutable(Executable):
         self.notes += ["Written as TorchScript, which keeps dynamic sizes that an export would freeze.", *frozen_note(still)]
         return save_script(module, folder)
 
-    def _own(self, outputs: T) -> T:
+    def _owned_outputs(self, outputs: T) -> T:
         if self._held is None:  # after the first call, because models may create their state in it
-            self._held = held_by(self._candidate.model)
+            self._held = held_addresses(self._candidate.model)
         return owned(outputs, self._held, inference=self._inference)
 
     def _export(self, folder: pathlib.Path) -> None:
@@ -120,18 +120,18 @@ class FlatExecutable(Executable):
     def __init__(self, module: nn.Module, signature: Signature, settings: Settings, grad_mode: str) -> None:
         super().__init__(signature, settings)
         self._call = graph_call(module) if isinstance(module, torch.fx.GraphModule) else module
-        self._held = held_by(module)
+        self._held = held_addresses(module)
         self._grad_mode = GRAD_MODES[grad_mode]
         self._inference = grad_mode == "inference"
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with self._grad_mode():
             outputs: Sequence[torch.Tensor] = self._call(*leaves)
-        return owned(_laid_out(outputs, self.settings), self._held, inference=self._inference)
+        return owned(_in_default_layout(outputs, self.settings), self._held, inference=self._inference)
 
 
-def _laid_out(outputs: Sequence[torch.Tensor], settings: Settings) -> Sequence[torch.Tensor]:
-    return in_order(outputs) if settings.memory_format == "channels_last" else outputs
+def _in_default_layout(outputs: Sequence[torch.Tensor], settings: Settings) -> Sequence[torch.Tensor]:
+    return contiguous(outputs) if settings.memory_format == "channels_last" else outputs
 
 
 @dataclass(frozen=True, kw_only=True)

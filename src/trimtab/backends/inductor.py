@@ -15,6 +15,7 @@ from trimtab.backends.common.exported_program import (
     EXPORT_ERRORS,
     PROGRAM,
     bare_module,
+    copy_back,
     dense,
     disagreement,
     export_program,
@@ -24,11 +25,10 @@ from trimtab.backends.common.exported_program import (
     memory_formats,
     verified,
     write_exported,
-    written_back,
 )
 from trimtab.backends.common.inductor_process import Mode, options
 from trimtab.backends.common.other_sizes import answer, at_sizes, other_size
-from trimtab.backends.common.owned_outputs import copied, in_order, lent_twice
+from trimtab.backends.common.owned_outputs import contiguous, reused_outputs, with_copies
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.settings import Settings
@@ -57,8 +57,8 @@ class InductorExecutable(Executable):
         super().__init__(signature, settings)
         self._formats = memory_formats(signature, settings.memory_format)
         self._compiled = _compiled(module, mode)
-        self._lent: tuple[int, ...] | None = None
-        self._laid = settings.memory_format == "channels_last"
+        self._reused_outputs: tuple[int, ...] | None = None
+        self._channels_last = settings.memory_format == "channels_last"
         self._written = signature.written
         self.candidate: Candidate | None = None
 
@@ -67,19 +67,19 @@ class InductorExecutable(Executable):
         # Not in inference mode: callers could not modify the outputs, and copies would cost more than the mode saves. The
         # caller's inference mode is left too: everything would be compiled once more for it.
         with torch.inference_mode(mode=False), torch.no_grad():
-            if self._lent is None:
-                self._lent = self._find_lent(leaves)
-            laid = dense(leaves, self._formats)
-            outputs = copied(self._compiled(*laid), self._lent)
+            if self._reused_outputs is None:
+                self._reused_outputs = self._find_reused_outputs(leaves)
+            converted = dense(leaves, self._formats)
+            outputs = with_copies(self._compiled(*converted), self._reused_outputs)
             if self._written:
-                written_back(leaves, laid, self._written)
-            return in_order(outputs) if self._laid else outputs
+                copy_back(leaves, converted, self._written)
+            return contiguous(outputs) if self._channels_last else outputs
 
-    def _find_lent(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Indices of the outputs that are constants or weights, found by comparing two calls; the compiler does not tell."""
+    def _find_reused_outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Indices of the outputs that are constants or weights, found by comparing the memory of two calls."""
         calls = ([leaf.clone() for leaf in dense(leaves, self._formats)] for _ in range(2))
         first, second = (self._compiled(*call) for call in calls)
-        return lent_twice(first, second)
+        return reused_outputs(first, second)
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the exported program, which :meth:`Inductor.load` compiles. The signature becomes the program's."""
@@ -91,8 +91,8 @@ class InductorExecutable(Executable):
         return [PROGRAM]
 
 
-class _CompiledAnew(CompileError):
-    """Stated sizes would each be compiled anew, as they would from the exported program."""
+class _RecompiledSizesError(CompileError):
+    """Each size that the workload states would be compiled separately. Compiling from the exported program does not help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +125,11 @@ class Inductor(Backend):
     def compile(self, candidate: Candidate) -> Executable:
         """Compile the module or, if torch.compile refuses it, its exported program."""
         try:
-            executable = self._built(candidate, candidate.flat())
-        except _CompiledAnew:
+            executable = self._compile_module(candidate, candidate.flat())
+        except _RecompiledSizesError:
             raise
         except CompileError as error:
-            executable = self._built(candidate, FlatProgram(bare_module(export_program(candidate, plain=True)[0])))
+            executable = self._compile_module(candidate, FlatProgram(bare_module(export_program(candidate, plain=True)[0])))
             executable.notes.append(f"Compiled from the exported program. {error}")
         executable.candidate = candidate
         return executable
@@ -154,7 +154,7 @@ def load(folder, threads):
     return call
 """
 
-    def _built(self, candidate: Candidate, module: nn.Module) -> InductorExecutable:
+    def _compile_module(self, candidate: Candidate, module: nn.Module) -> InductorExecutable:
         """Compile ``module`` by running it on the example and, with dynamic dimensions, at one other size.
 
         Size 1 needs no check: the compiler guards on it and compiles again. The signature keeps a dynamic dimension only if a
@@ -170,20 +170,20 @@ def load(folder, threads):
                 raise CompileError(f"torch.compile does not get this model right: {reason}.") from None
             executable.signature = frozen_signature(candidate, executable.run)
             return executable
-        if (sizes := _compiled_anew(candidate, executable)) is not None:
+        if (sizes := _recompiled_sizes(candidate, executable)) is not None:
             anew = (
                 "Other sizes than the example's would each be compiled anew, as for "
                 f"{', '.join(f'{name}={size}' for name, size in sizes.items())}, and torch.compile gives up after eight."
             )
             if candidate.all_sizes:
-                raise _CompiledAnew(anew)
+                raise _RecompiledSizesError(anew)
             executable.signature = frozen_signature(candidate, executable.run)
             executable.notes.append(f"Built for the example's {', '.join(sizes)} only. {anew}")
         return executable
 
 
-def _compiled_anew(candidate: Candidate, executable: InductorExecutable) -> dict[str, int] | None:
-    """Sizes that need another compilation after two sizes were compiled, as for an unrolled loop; ``None`` if there are none.
+def _recompiled_sizes(candidate: Candidate, executable: InductorExecutable) -> dict[str, int] | None:
+    """Sizes that are recompiled although two others were compiled before, as for an unrolled loop; ``None`` if there are none.
 
     One more version is allowed, because the code may differ, for example, between even and odd sizes.
     """

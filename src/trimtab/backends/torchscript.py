@@ -12,7 +12,7 @@ import torch
 
 from trimtab.backends.common.causes import first_line
 from trimtab.backends.common.exported_program import EXPORT_ERRORS, disagreement, lost_dims
-from trimtab.backends.common.owned_outputs import branches, copied, held_by, in_order, lent
+from trimtab.backends.common.owned_outputs import contiguous, has_control_flow, held_addresses, held_outputs, with_copies
 from trimtab.backends.common.process_lock import SHARED
 from trimtab.backends.common.torchscript import SCRIPT, frozen, kept_signature, load_script, save_script, trace_or_script
 from trimtab.core.backend import Backend, Executable
@@ -36,17 +36,17 @@ class TorchScriptExecutable(Executable):
         self._module = module
         self._source = source
         self._optimized = optimized
-        self._held, self._branches = held_by(module), branches(module)
-        self._lent: tuple[int, ...] | None = None
-        self._laid = settings.memory_format == "channels_last"
+        self._held, self._has_control_flow = held_addresses(module), has_control_flow(module)
+        self._held_outputs: tuple[int, ...] | None = None
+        self._channels_last = settings.memory_format == "channels_last"
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():  # not inference mode: callers could not modify the outputs, and copies cost more than it saves
             outputs: Sequence[torch.Tensor] = self._module(*leaves)
-            if self._lent is None or self._branches:
-                self._lent = lent(outputs, self._held)
-            outputs = copied(outputs, self._lent)
-            return in_order(outputs) if self._laid else outputs
+            if self._held_outputs is None or self._has_control_flow:
+                self._held_outputs = held_outputs(outputs, self._held)
+            outputs = with_copies(outputs, self._held_outputs)
+            return contiguous(outputs) if self._channels_last else outputs
 
     def save(self, folder: pathlib.Path) -> list[str]:
         """Write the frozen module without the optimizations for this machine, which could be saved but not loaded."""

@@ -249,12 +249,12 @@ def dense(leaves: Sequence[torch.Tensor], formats: Sequence[torch.memory_format]
     return [leaf.contiguous(memory_format=layout) for leaf, layout in zip(leaves, formats, strict=True)]
 
 
-def written_back(leaves: Sequence[torch.Tensor], laid: Sequence[torch.Tensor], written: Sequence[int]) -> None:
-    """Copy what a call wrote to converted copies (``laid``) of ``leaves`` back to ``leaves``, at the indices ``written``."""
+def copy_back(leaves: Sequence[torch.Tensor], converted: Sequence[torch.Tensor], written: Sequence[int]) -> None:
+    """Copy the inputs at the indices ``written`` from ``converted``, which a call modified, back to ``leaves``."""
     with torch.no_grad():
         for i in written:
-            if laid[i].data_ptr() != leaves[i].data_ptr():
-                leaves[i].copy_(laid[i])
+            if converted[i].data_ptr() != leaves[i].data_ptr():
+                leaves[i].copy_(converted[i])
 
 
 def memory_formats(signature: Signature, memory_format: str) -> list[torch.memory_format]:
@@ -331,10 +331,10 @@ def _write(program: ExportedProgram, folder: pathlib.Path) -> None:
 
 
 def _export(candidate: Candidate, leaves: Sequence[torch.Tensor], shapes: Any, plain: bool) -> ExportedProgram:
-    laid = dense(leaves, memory_formats(candidate.signature, candidate.settings.memory_format))
+    converted = dense(leaves, memory_formats(candidate.signature, candidate.settings.memory_format))
     try:
         with torch.no_grad(), quiet(), fake_quantize_meta_kernels():
-            program = torch.export.export(exportable(candidate), tuple(laid), dynamic_shapes=shapes)
+            program = torch.export.export(exportable(candidate), tuple(converted), dynamic_shapes=shapes)
             return program.run_decompositions({}) if plain and candidate.settings.precision.autocast else program
     except EXPORT_ERRORS as error:
         raise CompileError(f"torch.export cannot take this model: {first_line(error)}.") from error

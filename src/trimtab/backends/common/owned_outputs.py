@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def owned(outputs: T, held: Collection[int] = (), *, inference: bool = False) -> T:
-    """``outputs``, in any nested structure, with tensors copied that the caller could not modify, or that share ``held`` memory
-    (see :func:`held_by`), so that later calls would see the change.
+    """``outputs``, in any nested structure. Tensors are copied that the caller could not modify, or that share ``held`` memory
+    (see :func:`held_addresses`), so that later calls would see the change.
 
     A tensor that was made in inference mode cannot be modified outside of it, for example by ``boxes[:, 2:] += boxes[:, :2]``;
     neither can a view that was made there (``inference``). A copy that is made outside can, so call this function outside. If
@@ -31,34 +31,34 @@ def owned(outputs: T, held: Collection[int] = (), *, inference: bool = False) ->
     return found
 
 
-def held_by(module: nn.Module) -> frozenset[int]:
+def held_addresses(module: nn.Module) -> frozenset[int]:
     """Addresses of the memory that ``module`` keeps between calls: parameters, buffers, attributes, constants."""
-    kept = (part for tensor in _kept(module) for part in parts(tensor) if part.layout is torch.strided)
-    return frozenset({_start(part) for part in kept} - {0})
+    kept = (part for tensor in _held_tensors(module) for part in parts(tensor) if part.layout is torch.strided)
+    return frozenset({_storage_address(part) for part in kept} - {0})
 
 
-def lent(outputs: Sequence[torch.Tensor], held: Collection[int]) -> tuple[int, ...]:
-    """Indices of the ``outputs`` in ``held`` memory."""
-    return tuple(i for i, value in enumerate(outputs) if _start(value) in held)
+def held_outputs(outputs: Sequence[torch.Tensor], held: Collection[int]) -> tuple[int, ...]:
+    """Indices of the ``outputs`` that lie in ``held`` memory."""
+    return tuple(i for i, value in enumerate(outputs) if _storage_address(value) in held)
 
 
-def lent_twice(outputs: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Indices of the outputs that share memory between two calls on different inputs, and so do not belong to the caller."""
+def reused_outputs(outputs: Sequence[torch.Tensor], again: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Indices of the outputs that two calls on different inputs return in the same memory: they do not belong to the caller."""
     pairs = enumerate(zip(outputs, again, strict=True))
-    return tuple(i for i, (a, b) in pairs if a is b or _start(a) == _start(b) != 0)
+    return tuple(i for i, (a, b) in pairs if a is b or _storage_address(a) == _storage_address(b) != 0)
 
 
-def copied(outputs: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[torch.Tensor]:
+def with_copies(outputs: Sequence[torch.Tensor], which: Collection[int]) -> Sequence[torch.Tensor]:
     """``outputs`` with copies at the indices ``which``."""
     return [value.clone() if i in which else value for i, value in enumerate(outputs)] if which else outputs
 
 
-def in_order(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def contiguous(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """``outputs`` of an NHWC model as contiguous tensors, as the original returns them, so that ``view`` works."""
     return [value.contiguous() if value.dim() == 4 else value for value in outputs]
 
 
-def branches(module: torch.jit.ScriptModule) -> bool:
+def has_control_flow(module: torch.jit.ScriptModule) -> bool:
     """Whether ``module`` contains control flow."""
     return any(True for node in module.graph.nodes() for _ in node.blocks())
 
@@ -67,7 +67,7 @@ def _owned(value: Any, held: Collection[int], inside: bool, inference: bool) -> 
     if isinstance(value, torch.Tensor):
         if not inside and (value.is_inference() or (inference and value._is_view())):
             return value.clone()
-        return value.detach().clone() if held and _lies_in(value, held) else value
+        return value.detach().clone() if held and _shares_memory(value, held) else value
     if isinstance(value, tuple):
         items = [_owned(item, held, inside, inference) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -83,18 +83,18 @@ def _owned(value: Any, held: Collection[int], inside: bool, inference: bool) -> 
     return value
 
 
-def _lies_in(value: torch.Tensor, held: Collection[int]) -> bool:
+def _shares_memory(value: torch.Tensor, held: Collection[int]) -> bool:
     """Whether ``value`` lies in ``held`` memory: as a view, or from its start.
 
-    Its storage would suffice for the answer, but reading it takes as long as a small operation, and most outputs are neither.
+    The cheap checks come first: reading a storage takes as long as a small operation, and most outputs are no views.
     """
     try:
-        return value.data_ptr() in held or (value._is_view() and _start(value) in held)
+        return value.data_ptr() in held or (value._is_view() and _storage_address(value) in held)
     except (RuntimeError, NotImplementedError):
         return False  # no memory of its own, for example a sparse tensor
 
 
-def _start(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
     """The address of the storage of ``tensor``; 0 without a storage."""
     try:
         return tensor.untyped_storage().data_ptr()
@@ -102,7 +102,7 @@ def _start(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _kept(module: nn.Module) -> Iterator[torch.Tensor]:
+def _held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     seen = dict[int, Any]()  # id -> object; holding the object keeps its id from being reused
 
     def again(value: Any) -> bool:
