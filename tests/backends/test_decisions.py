@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.backends.common.decisions import decision
+from trimtab.backends.common.decisions import first_decision
 from trimtab.backends.torchscript import TorchScript
 from trimtab.core.backend import BACKENDS
 from trimtab.core.candidate import Candidate
@@ -79,7 +79,7 @@ def each_found(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [cut, counted, alike, looked, handed_over, filled, none_found, few_kept, each_found])
 def test_what_python_reads_of_data_is_found(function: Callable[..., Any]) -> None:
     candidate = of(function)
-    place = decision(candidate, candidate.leaves)
+    place = first_decision(candidate, candidate.leaves)
     assert place is not None
     first = function.__code__.co_firstlineno
     assert pathlib.Path(place[0]).name == pathlib.Path(__file__).name
@@ -110,7 +110,7 @@ def sized_by_a_weight(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [sized, picked, guarded, sized_beside, sized_by_a_weight])
 def test_sizes_indices_and_checks_outside_of_a_trace_decide_nothing(function: Callable[..., Any]) -> None:
     candidate = of(function)
-    assert decision(candidate, candidate.leaves) is None
+    assert first_decision(candidate, candidate.leaves) is None
 
 
 def test_what_is_read_of_weights_alone_decides_nothing() -> None:
@@ -119,13 +119,13 @@ def test_what_is_read_of_weights_alone_decides_nothing() -> None:
             return self.layer(rows) if self.on[0] * 2 > 1 else rows
 
     candidate = Candidate.of(Switched(cut).eval(), (torch.randn(2, 6),))
-    assert decision(candidate, candidate.leaves) is None
+    assert first_decision(candidate, candidate.leaves) is None
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_suites_models_decide_nothing(name: str) -> None:
     candidate = CASES[name]()
-    assert decision(candidate, candidate.dynamic_leaves()) is None
+    assert first_decision(candidate, candidate.dynamic_leaves()) is None
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])

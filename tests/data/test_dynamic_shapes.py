@@ -246,7 +246,7 @@ def test_other_sizes_are_small_where_one_is_far() -> None:
 def test_other_sizes_are_near_where_the_model_takes_no_small_ones() -> None:
     dims = {"input": {0: Dim("batch"), 2: Dim("height"), 3: Dim("width")}}
     candidate = Candidate.of(nn.Conv2d(3, 4, 8).eval(), (torch.zeros(1, 3, 16, 16),), dynamic=dims)
-    far = other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 2, "height": 18, "width": 19})
+    far = other_sizes.largest_inputs(candidate, candidate.signature.dims[1], {"batch": 2, "height": 18, "width": 19})
     assert far is not None
     assert dict(far.sizes) == {"batch": 2, "height": 144, "width": 19}
 
@@ -268,10 +268,10 @@ def test_far_sizes_end_with_a_call_that_costs_much(what: str, monkeypatch: pytes
     monkeypatch.setattr(other_sizes, "free_mb", lambda: 1000.0)
     monkeypatch.setattr(other_sizes, "peak_rss_mb", lambda: peak[0])
     asked.clear()
-    far = other_sizes.farthest(candidate, candidate.signature.dims[1], {"batch": 3, "length": 17})
+    far = other_sizes.largest_inputs(candidate, candidate.signature.dims[1], {"batch": 3, "length": 17})
     assert far is not None
     assert far.sizes["length"] == max(asked) == 64
-    assert far.answer[1][0].shape == (2, 8)
+    assert far.reference[1][0].shape == (2, 8)
 
 
 @pytest.mark.parametrize("dim", [Dim("rows", max=1), Dim("rows", min=3, max=3), Dim("rows", step=16, max=30)])

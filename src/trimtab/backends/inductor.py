@@ -27,7 +27,7 @@ from trimtab.backends.common.exported_program import (
     write_exported,
 )
 from trimtab.backends.common.inductor_process import Mode, options
-from trimtab.backends.common.other_sizes import answer, at_sizes, other_size
+from trimtab.backends.common.other_sizes import at_sizes, other_size, reference_run
 from trimtab.backends.common.owned_outputs import contiguous, reused_outputs, with_copies
 from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
@@ -193,7 +193,7 @@ def _recompiled_sizes(candidate: Candidate, executable: InductorExecutable) -> d
     for last in (False, True):
         sizes = {dim.name: _unseen(dim, seen[dim.name], first) for first, dim in enumerate(dims, start=len(dims) + 1)}
         leaves = at_sizes(candidate, sizes)
-        if all(size in seen[name] for name, size in sizes.items()) or answer(candidate, leaves) is None:
+        if all(size in seen[name] for name, size in sizes.items()) or reference_run(candidate, leaves) is None:
             return None
         try:
             with torch.compiler.set_stance("fail_on_recompile"):

@@ -1,4 +1,4 @@
-"""Find data-dependent control flow in Python: a trace keeps one branch and drops the others."""
+"""Find data-dependent control tracker in Python: a trace keeps one branch and drops the others."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ READS = frozenset(
 )
 """Names of functions that convert tensor values to Python values. torch's tracer does not warn about all of them."""
 
-BETWEEN = frozenset({torch.overrides.__file__, torch._tensor.__file__, __file__})
+WRAPPER_FILES = frozenset({torch.overrides.__file__, torch._tensor.__file__, __file__})
 """Files whose frames lie between the model's line and the mode that observes it."""
 
-Place = tuple[str, int]
+Location = tuple[str, int]
 
 
 def refuse_decisions(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> None:
@@ -40,100 +40,101 @@ def refuse_decisions(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> No
     are tensors there, and it does not warn about every read. Reads of sizes count if the size depends on values, such as the
     number of detected boxes; a plain run reads no tensor for them.
     """
-    if (place := decision(candidate, leaves)) is not None:
+    if (location := first_decision(candidate, leaves)) is not None:
+        path, line = location
         raise CompileError(
-            f"the model decides in Python on values of its tensors ({place[0]}:{place[1]}); a trace keeps one path. Decide "
+            f"the model decides in Python on values of its tensors ({path}:{line}); a trace keeps one path. Decide "
             "with torch.where, or outside of the model."
         )
 
 
-def decision(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Place | None:
+def first_decision(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Location | None:
     """File and line of the first decision; ``None`` if there is none."""
     own, others = ([leaf.clone() for leaf in leaves] for _ in range(2))
     try:
         with torch.no_grad(), quiet():
-            with _Flow(own) as flow, _Reads(flow) as plain:
+            with _DependencyTracker(own) as tracker, _ReadRecorder(tracker) as plain:
                 candidate.flat(copied=False)(*own)
-            if not plain.places and not flow.counted:
+            if not plain.locations and not tracker.dynamic_operations:
                 return None
-            with _Flow(others) as counting, _Traced(counting) as traced:
+            with _DependencyTracker(others) as traced_tracker, _TracedReadRecorder(traced_tracker) as traced:
                 torch.jit.trace(candidate.flat(), tuple(others), check_trace=False)  # type: ignore[no-untyped-call]
     except EXPORT_ERRORS:
         return None  # the actual trace will raise the error again
-    return next(iter([*traced.of_sizes, *(place for place in plain.places if place in traced.places)]), None)
+    return next(iter([*traced.size_reads, *(location for location in plain.locations if location in traced.locations)]), None)
 
 
-class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _DependencyTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks the storages of all tensors computed from ``leaves``. Reads of weights are not decisions on data."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # a weak reference keeps the storage's id from being reused, without keeping its memory
-        self._known: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         self._add(leaves)
-        self.counted = 0
+        self.dynamic_operations = 0
         """Number of operations so far whose output size depends on values computed from the leaves."""
 
-    def reaches(self, values: Any) -> bool:
+    def is_derived(self, values: Any) -> bool:
         """Whether a tensor in ``values`` was computed from the leaves."""
-        return any(ref is None or ref.cdata in self._known for ref in _storages(values))
+        return any(ref is None or ref.cdata in self._storages for ref in _storages(values))
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if self.reaches((args, kwargs)):
+        if self.is_derived((args, kwargs)):
             self._add(found)
-            self.counted += _counts(func, args)
+            self.dynamic_operations += _has_dynamic_output_shape(func, args)
             if func._schema.is_mutable:  # type: ignore[attr-defined]
                 self._add((args, kwargs))
         return found
 
     def _add(self, values: Any) -> None:
-        self._known |= {ref.cdata: ref for ref in _storages(values) if ref is not None}
+        self._storages |= {ref.cdata: ref for ref in _storages(values) if ref is not None}
 
 
-class _Reads(TorchFunctionMode):
-    """Records where Python reads tensor values: of any tensor, or only of those computed from the leaves of ``flow``."""
+class _ReadRecorder(TorchFunctionMode):
+    """Records where Python reads tensor values: of any tensor, or only of those computed from the leaves of ``tracker``."""
 
-    def __init__(self, flow: _Flow | None) -> None:
+    def __init__(self, tracker: _DependencyTracker | None) -> None:
         super().__init__()
-        self._flow = flow
-        self.places: list[Place] = []
+        self._tracker = tracker
+        self.locations: list[Location] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in READS and (self._flow is None or self._flow.reaches((args, kwargs))):
-            self.places.append(_place())
+        if getattr(func, "__name__", "") in READS and (self._tracker is None or self._tracker.is_derived((args, kwargs))):
+            self.locations.append(_location())
         return func(*args, **kwargs)
 
 
-class _Traced(_Reads):
-    """Under the tracer, where sizes are tensors: ``places`` of all reads, ``of_sizes`` of data-dependent sizes."""
+class _TracedReadRecorder(_ReadRecorder):
+    """Records all reads under the tracer in ``locations``, and reads of data-dependent sizes in ``size_reads``."""
 
-    def __init__(self, flow: _Flow) -> None:
+    def __init__(self, tracker: _DependencyTracker) -> None:
         super().__init__(None)
-        self.of_sizes: list[Place] = []
-        self._counting = flow
-        self._depending: dict[int, torch.Tensor] = {}
+        self.size_reads: list[Location] = []
+        self._size_tracker = tracker
+        self._size_tensors: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        before = self._counting.counted
-        depends = any(id(tensor) in self._depending for tensor in _tensors((args, kwargs or {})))
+        before = self._size_tracker.dynamic_operations
+        depends = any(id(tensor) in self._size_tensors for tensor in _tensors((args, kwargs or {})))
         if depends and getattr(func, "__name__", "") in READS:
-            self.of_sizes.append(_place())
+            self.size_reads.append(_location())
         found = super().__torch_function__(func, types, args, kwargs)
-        if depends or self._counting.counted > before:
-            self._depending |= {id(tensor): tensor for tensor in _tensors(found)}
+        if depends or self._size_tracker.dynamic_operations > before:
+            self._size_tensors |= {id(tensor): tensor for tensor in _tensors(found)}
         return found
 
 
-def _counts(func: Any, args: Sequence[Any]) -> bool:
+def _has_dynamic_output_shape(func: Any, args: Sequence[Any]) -> bool:
     """Whether the output size of ``func`` depends on values. For indexing this is the case with masks only."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
@@ -159,9 +160,9 @@ def _storages(values: Any) -> Iterator[StorageWeakRef | None]:
             yield None
 
 
-def _place() -> Place:
+def _location() -> Location:
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename in BETWEEN:
+    while frame.f_back is not None and frame.f_code.co_filename in WRAPPER_FILES:
         frame = frame.f_back
     path, here = pathlib.Path(frame.f_code.co_filename), pathlib.Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path), frame.f_lineno

@@ -18,7 +18,7 @@ from trimtab._internal.text import counted
 from trimtab.backends.common.causes import first_line, known_cause
 from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.graph_call import graph_call
-from trimtab.backends.common.other_sizes import Answer, answer, at_sizes, farthest, other_size, shuffled
+from trimtab.backends.common.other_sizes import ReferenceRun, at_sizes, largest_inputs, other_size, reference_run, shuffled
 from trimtab.backends.common.process_lock import quiet
 from trimtab.core.candidate import MODEL_ERRORS, Candidate
 from trimtab.core.signature import Dim, Signature
@@ -167,7 +167,7 @@ def _export_dim(dim: Dim) -> Any:
 def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Signature:
     """The candidate's signature as far as ``call`` supports it, found by comparing ``call`` with the model at other sizes.
 
-    Sizes far above the example's are tried too (see :func:`farthest`). With ``smallest``, sizes 0 and 1 are tried as well,
+    Sizes far above the example's are tried too (see :func:`largest_inputs`). With ``smallest``, sizes 0 and 1 are also tried,
     because tracers tend to specialize them; if one fails, the dimension's lower bound becomes the next size.
 
     Raises:
@@ -204,8 +204,8 @@ def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]
     Raises:
         CompileError: ``call`` gives wrong outputs at larger sizes, or refuses them because of another dimension.
     """
-    far = farthest(candidate, dim, near)
-    if far is None or not (reason := _disagreement(candidate, call, far.leaves, far.answer)):
+    far = largest_inputs(candidate, dim, near)
+    if far is None or not (reason := _disagreement(candidate, call, far.leaves, far.reference)):
         return dim
     low, high = near[dim.name], far.sizes[dim.name]
 
@@ -221,11 +221,11 @@ def _bounded(candidate: Candidate, call: Call, dim: Dim, near: Mapping[str, int]
 
 def disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor]) -> str | None:
     """How ``call`` differs from the model on ``leaves``, as text; ``None`` if it agrees or the model refuses ``leaves``."""
-    found = answer(candidate, leaves)
+    found = reference_run(candidate, leaves)
     return None if found is None else _disagreement(candidate, call, leaves, found)
 
 
-def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor], found: Answer) -> str | None:
+def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tensor], found: ReferenceRun) -> str | None:
     own, reference = found
     given = [leaf.clone() for leaf in leaves]
     try:

@@ -16,7 +16,7 @@ from trimtab._internal.serialization import from_json, write_json
 from trimtab._internal.text import counted, summary_line
 from trimtab.backends.common.causes import CONVERSION_ERRORS, known_cause
 from trimtab.backends.common.exported_program import NOT_FROZEN, fewer_dims, lost_dims
-from trimtab.backends.common.other_sizes import answer, at_sizes, farthest
+from trimtab.backends.common.other_sizes import at_sizes, largest_inputs, reference_run
 from trimtab.core.candidate import Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
@@ -213,12 +213,12 @@ def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterator[Prob
         for sizes in (dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in near)):
             yield _answered(candidate, [(_sizes_in_words(sizes), at_sizes(candidate, sizes))])
         for dim in signature.dims:
-            if (far := farthest(candidate, dim, other)) is not None:
-                yield iter([(_sizes_in_words(far.sizes), far.leaves, far.answer[1])])
+            if (far := largest_inputs(candidate, dim, other)) is not None:
+                yield iter([(_sizes_in_words(far.sizes), far.leaves, far.reference[1])])
 
 
 def _answered(candidate: Candidate, questions: Iterable[tuple[str, Row]]) -> Iterator[Probe]:
-    found = ((what, row, answer(candidate, row)) for what, row in questions)
+    found = ((what, row, reference_run(candidate, row)) for what, row in questions)
     return ((what, row, each[1]) for what, row, each in found if each is not None)
 
 

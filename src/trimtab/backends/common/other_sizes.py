@@ -18,28 +18,28 @@ from trimtab.hardware.system import free_mb, peak_rss_mb
 from trimtab.tensors.comparison import ordered
 
 FAR, FARTHEST = 8, 32
-"""Multiple of the example's size that is tried for a dimension: without an upper bound, and at most with one."""
+"""Largest multiple of the example's size that is tried for a dimension, without and with an upper bound."""
 FAR_ELEMENTS = 1 << 22
 """Most elements of all inputs and outputs together at such a size."""
 FAR_S, FAR_SHARE = 2.0, 1 / 8
 """Larger sizes are not tried after a call that took more seconds, or a larger share of the free memory. Doubling a size may
 take four times as much, as in attention."""
 
-Answer = tuple[list[torch.Tensor], Sequence[torch.Tensor]]
+ReferenceRun = tuple[list[torch.Tensor], Sequence[torch.Tensor]]
 """The inputs after the call, which may have modified them, and the outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Far:
+class LargeInputs:
     """Inputs with a size far above the example's, and the model's outputs."""
 
     sizes: Mapping[str, int]
     leaves: list[torch.Tensor]
-    answer: Answer
+    reference: ReferenceRun
 
 
-def answer(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> Answer | None:
-    """The model's result for copies of ``leaves``; ``None`` if the model raises an error."""
+def reference_run(candidate: Candidate, leaves: Sequence[torch.Tensor]) -> ReferenceRun | None:
+    """Run the model on copies of ``leaves``. Returns ``None`` if it raises an error."""
     own = [leaf.clone() for leaf in leaves]
     try:
         with torch.no_grad(), user_code("The model does not take these inputs"):
@@ -75,8 +75,8 @@ def other_size(candidate: Candidate, name: str, step: int = 1) -> int:
     return next(size for size in wanted if size in dim and (size > 1 or size == now or dim.max == 1))
 
 
-def farthest(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> Far | None:
-    """Inputs with ``dim`` as large as the model and the limits allow; ``None`` if no larger size works.
+def largest_inputs(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> LargeInputs | None:
+    """Inputs in which ``dim`` is as large as the model and the limits allow; ``None`` if no larger size works.
 
     A compiled form may keep one branch of a decision such as ``if x.shape[1] > 64``, which sizes near the example's do not
     show. The other dimensions have their smallest size above 1; if the model refuses that, their size in ``near``.
@@ -90,11 +90,11 @@ def farthest(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> Far | N
                 continue
             leaves = shuffled(candidate, sizes, dim.name)
             free, peak, begun = free_mb(), peak_rss_mb(), time.perf_counter()
-            answered = answer(candidate, leaves)
-            found = found if answered is None else Far(sizes, leaves, answered)
+            reference = reference_run(candidate, leaves)
+            found = found if reference is None else LargeInputs(sizes, leaves, reference)
             if time.perf_counter() - begun > FAR_S or peak_rss_mb() - peak > FAR_SHARE * free:
                 return found
-            if answered is not None:
+            if reference is not None:
                 break
     return found
 
