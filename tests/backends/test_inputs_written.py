@@ -16,7 +16,7 @@ from torch import nn
 from _backends import needs_compiler, reloaded
 from trimtab.artifact.artifact import open_artifact
 from trimtab.backends.common.exported_program import disagreement
-from trimtab.backends.common.foreign import returning, wrong_graph
+from trimtab.backends.common.foreign import returning_writes, wrong_graph
 from trimtab.backends.eager import Eager
 from trimtab.backends.onnxruntime import OnnxRuntime
 from trimtab.backends.openvino import OpenVino
@@ -311,10 +311,10 @@ def test_converted_graphs_are_held_to_what_is_written() -> None:
 
     said = str(disagreement(candidate, forgetful, candidate.leaves))
     assert said.startswith("what it writes to cache is off by"), said
-    graph = returning(candidate)
+    graph = returning_writes(candidate)
     said = str(wrong_graph(lambda leaves: [*forgetful(leaves), leaves[2]], graph, graph.signature))
     assert said.startswith("output 1 is off by"), said
-    assert returning(Candidate.of(nn.Linear(2, 2).eval(), (torch.ones(1, 2),))).signature.output_structure.kind == "tensor"
+    assert returning_writes(Candidate.of(nn.Linear(2, 2).eval(), (torch.ones(1, 2),))).signature.output_structure.kind == "tensor"
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])

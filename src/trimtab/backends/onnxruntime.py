@@ -21,13 +21,13 @@ from trimtab.backends.common.foreign import (
     Conversion,
     Row,
     Run,
+    apply_writes,
     calibration_rows,
     check_fields,
     no_numpy_form,
-    put_back,
     read_conversion,
-    returned,
-    returning,
+    returning_writes,
+    signature_with_writes,
 )
 from trimtab.backends.common.io_names import io_names
 from trimtab.backends.common.onnx_export import TRACING, export_onnx, model_files, stamp
@@ -68,7 +68,7 @@ class OnnxExecutable(Executable):
         inputs, outputs = session.get_inputs(), session.get_outputs()
         order = io_names(signature)[0]
         self._names, self._outputs = [item.name for item in inputs], [item.name for item in outputs]
-        if not set(self._names) <= set(order) or len(outputs) != len(returned(signature).outputs):
+        if not set(self._names) <= set(order) or len(outputs) != len(signature_with_writes(signature).outputs):
             raise IntegrityError(
                 f"{folder / MODEL} takes {', '.join(self._names)}, but the signature lists {', '.join(order)}."
             )
@@ -105,7 +105,7 @@ class OnnxExecutable(Executable):
         outputs: list[torch.Tensor] = found.to_dlpacks(from_dlpack)
         for place in self._booleans:
             outputs[place] = outputs[place].view(torch.bool)
-        return put_back(leaves, outputs, self._written) if self._written else outputs
+        return apply_writes(leaves, outputs, self._written) if self._written else outputs
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
         """Times from the profile of a second session with profiling enabled."""
@@ -221,7 +221,7 @@ class OnnxRuntime(Backend):
         candidate, kept = float_layers.split_off(candidate, self.float_layers)
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
-        graph = returning(candidate)
+        graph = returning_writes(candidate)
         name = f"onnx-{fingerprint(graph, onnxruntime.__version__)}"
         with shared_folder(candidate, name, lambda base: export_onnx(graph, base, self._open_run)) as base:
             facts = read_conversion(base)

@@ -20,13 +20,13 @@ from trimtab.backends.common.causes import CONVERSION_ERRORS, first_line
 from trimtab.backends.common.foreign import (
     Row,
     Run,
+    apply_writes,
     calibration_rows,
     check_fields,
     no_numpy_form,
-    put_back,
     read_conversion,
-    returned,
-    returning,
+    returning_writes,
+    signature_with_writes,
 )
 from trimtab.backends.common.openvino_request import Request, run_queue
 from trimtab.backends.common.scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
@@ -53,7 +53,7 @@ class OpenVinoExecutable(Executable):
     ) -> None:
         super().__init__(signature, settings)
         self._folder, self._config, self._owned = folder, config, owned
-        self._graph = returned(signature)
+        self._graph = signature_with_writes(signature)
         model = file.read_model(folder)
         if (len(model.inputs), len(model.outputs)) != (len(signature.inputs), len(self._graph.outputs)):
             raise IntegrityError(
@@ -75,7 +75,7 @@ class OpenVinoExecutable(Executable):
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the request for these sizes. Inputs need not be contiguous."""
         outputs = self._request(leaves).run(leaves)
-        return put_back(leaves, outputs, self.signature.written) if self.signature.writes else outputs
+        return apply_writes(leaves, outputs, self.signature.written) if self.signature.writes else outputs
 
     def run_many(self, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
         """Run as many requests in parallel as there are streams."""
@@ -86,7 +86,7 @@ class OpenVinoExecutable(Executable):
         answers = run_queue(wanted[0] if single else self._for_any(), requests)
         if not (written := self.signature.written):
             return answers
-        return [put_back(leaves, outputs, written) for leaves, outputs in zip(requests, answers, strict=True)]
+        return [apply_writes(leaves, outputs, written) for leaves, outputs in zip(requests, answers, strict=True)]
 
     def operator_times(self, leaves: Sequence[torch.Tensor], repeats: int) -> list[OperatorTime]:
         """OpenVINO's performance counters, of a second compilation with counters enabled; names include the kernel."""
@@ -246,7 +246,7 @@ class OpenVino(Backend):
         candidate, kept = float_layers.split_off(candidate, self.float_layers)
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
-        graph = returning(candidate)
+        graph = returning_writes(candidate)
         name = f"openvino-{fingerprint(graph, openvino.__version__)}"
         with shared_folder(candidate, name, lambda base: ir.convert_openvino(graph, base, self._open_run)) as base:
             facts = read_conversion(base)

@@ -1,4 +1,4 @@
-"""Shared code of the backends outside of PyTorch: names, numpy conversion, silencing, verification of the graph."""
+"""Shared code of the backends outside of PyTorch: conversion in several attempts, modified inputs, verification of the graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TOLERANCE = 1e-3
 """Largest error of a float32 conversion, relative to the largest output. Rounding is far below, wrong graphs are far above."""
 
 ROUNDED_TOLERANCE = 0.05
-"""The same for a model in 8 bits, at least: rounded otherwise by a step in each of several layers."""
+"""Smallest tolerance for a quantized model, in which several layers may each round a value to the neighbouring step."""
 
 
 def no_numpy_form(signature: Signature, runtime: str) -> str | None:
@@ -64,11 +64,11 @@ class Conversion:
 
 
 def convert(
-    candidate: Candidate, folder: pathlib.Path, ways: Iterable[str], attempt: Callable[[str, Candidate], None], failed: str
+    candidate: Candidate, folder: pathlib.Path, methods: Iterable[str], attempt: Callable[[str, Candidate], None], failed: str
 ) -> None:
-    """Call ``attempt`` for each of ``ways``, first with dynamic dimensions and then, unless the workload states them, with
+    """Call ``attempt`` for each of ``methods``, first with dynamic dimensions and then, unless the workload states them, with
     fixed sizes, until one succeeds. Write the facts into ``folder``. If fixed sizes succeed, subsets of the dynamic dimensions
-    are tried with the same way.
+    are tried with the same method.
 
     Raises:
         CompileError: all attempts failed. The message is ``failed`` and the error of each attempt.
@@ -78,35 +78,35 @@ def convert(
     stated = bool(names) and candidate.all_sizes
     for dims in (names, []) if names and not stated else (names,):
         wanted = candidate.keeping(dims)
-        for way in ways:
+        for method in methods:
             try:
                 if is_quantized(wanted.model):  # verifies everything but the rounding, with the tolerance of float32
-                    attempt(way, wanted.with_model(without_rounding(wanted.model)))
-                attempt(way, wanted)
+                    attempt(method, wanted.with_model(without_rounding(wanted.model)))
+                attempt(method, wanted)
             except CompileError as error:
-                attempts.setdefault(str(error), []).append(f"{way}{', dynamic sizes' if dims else ''}")
+                attempts.setdefault(str(error), []).append(f"{method}{', dynamic sizes' if dims else ''}")
                 continue
             if not dims and (fewer := fewer_dims(candidate.signature)):
-                dims = _first_that_works(attempt, way, candidate, [*fewer, []])
-            write_json(folder / FACTS, Conversion(way, tuple(dims), tuple(_reasons(attempts)[:1])))
+                dims = _first_that_works(attempt, method, candidate, [*fewer, []])
+            write_json(folder / FACTS, Conversion(method, tuple(dims), tuple(_reasons(attempts)[:1])))
             return
     raise CompileError(" ".join([failed, *_reasons(attempts), *([NOT_FROZEN] if stated else [])]))
 
 
 def _reasons(attempts: Mapping[str, Sequence[str]]) -> list[str]:
-    """Each error once, after the ways that it ended."""
-    return [f"{' and '.join(ways)}: {error}" for error, ways in attempts.items()]
+    """Each distinct error once, after the names of the attempts that it ended."""
+    return [f"{' and '.join(names)}: {error}" for error, names in attempts.items()]
 
 
 def _first_that_works(
-    attempt: Callable[[str, Candidate], None], way: str, candidate: Candidate, choices: Sequence[list[str]]
+    attempt: Callable[[str, Candidate], None], method: str, candidate: Candidate, choices: Sequence[list[str]]
 ) -> list[str]:
     """The first of ``choices`` of dimensions for which ``attempt`` succeeds; the last one is known to work."""
     for dims in choices[:-1]:
         with contextlib.suppress(CompileError):
-            attempt(way, candidate.keeping(dims))
+            attempt(method, candidate.keeping(dims))
             return dims
-    attempt(way, candidate.keeping(choices[-1]))  # again, because failed attempts wrote to the same folder
+    attempt(method, candidate.keeping(choices[-1]))  # again, because failed attempts wrote to the same folder
     return choices[-1]
 
 
@@ -115,8 +115,8 @@ def read_conversion(folder: pathlib.Path) -> Conversion:
     return from_json(Conversion, json.loads((folder / FACTS).read_text(encoding="utf-8")))
 
 
-class _Returning(nn.Module):
-    """A model that returns the inputs that it modified as additional outputs."""
+class _ReturningWrites(nn.Module):
+    """Wraps a model, and returns the inputs that it modified as additional outputs."""
 
     def __init__(self, model: nn.Module, written: Sequence[int]) -> None:
         super().__init__()
@@ -129,19 +129,19 @@ class _Returning(nn.Module):
         return output, [leaves[i].clone() for i in self._written]
 
 
-def returning(candidate: Candidate) -> Candidate:
+def returning_writes(candidate: Candidate) -> Candidate:
     """``candidate``, with its model wrapped to return modified inputs as its last outputs, if it modifies any.
 
-    Graphs of these runtimes cannot modify their inputs. The executable copies the values back with :func:`put_back`.
+    Graphs of these runtimes cannot modify their inputs. The executable copies the values back with :func:`apply_writes`.
     """
     if not candidate.signature.writes:
         return candidate
-    model = _Returning(candidate.model, candidate.signature.written).eval()
-    return dataclasses.replace(candidate, model=model, signature=returned(candidate.signature))
+    model = _ReturningWrites(candidate.model, candidate.signature.written).eval()
+    return dataclasses.replace(candidate, model=model, signature=signature_with_writes(candidate.signature))
 
 
-def returned(signature: Signature) -> Signature:
-    """The signature of the model that :func:`returning` wraps."""
+def signature_with_writes(signature: Signature) -> Signature:
+    """The signature of the model from :func:`returning_writes`, for a model with ``signature``."""
     if not signature.writes:
         return signature
     written = tuple(signature.inputs[i] for i in signature.written)
@@ -149,7 +149,9 @@ def returned(signature: Signature) -> Signature:
     return dataclasses.replace(signature, outputs=(*signature.outputs, *written), output_structure=structure, writes=())
 
 
-def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], written: Sequence[int]) -> Sequence[torch.Tensor]:
+def apply_writes(
+    leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], written: Sequence[int]
+) -> Sequence[torch.Tensor]:
     """Copy the last outputs to the inputs at the indices ``written``, and return the other outputs."""
     own = len(outputs) - len(written)
     with torch.no_grad():
@@ -161,16 +163,16 @@ def put_back(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], wr
 def wrong_graph(run: Run, candidate: Candidate, signature: Signature) -> str | None:
     """How a float32 conversion differs from the model, as a sentence; ``None`` if it agrees. Compares the example, other
     values, and other sizes of the dynamic dimensions of ``signature``."""
-    strange: bool | None = None
+    example_has_nan: bool | None = None
     allowed = _allowed(candidate)
-    for forms in probes(candidate, signature):
+    for alternatives in probes(candidate, signature):
         # skip probes with NaN unless the example has NaN: runtimes treat NaN differently
-        usual = (form for form in forms if strange is not False or not _has_nan(form[2]))
+        usual = (form for form in alternatives if example_has_nan is not False or not _has_nan(form[2]))
         if (first := next(usual, None)) is None:
             continue
         what, leaves, expected = first
-        if strange is None:  # the example comes first
-            strange = _has_nan(expected)
+        if example_has_nan is None:  # the example comes first
+            example_has_nan = _has_nan(expected)
         try:
             got = run(leaves)
         except CONVERSION_ERRORS as error:
@@ -202,8 +204,8 @@ def _allowed(candidate: Candidate) -> Callable[[Row, Sequence[torch.Tensor]], fl
 def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterator[Probe]]:
     """Probes for a converted graph. Each is an iterator of alternatives, of which the first usable one counts. Inputs that the
     model refuses are left out."""
-    yield _answered(candidate, [("the example", list(candidate.leaves))])
-    yield _answered(candidate, [("other values", [_other_values(leaf, sign) for leaf in candidate.leaves]) for sign in (-1, 1)])
+    yield _accepted(candidate, [("the example", list(candidate.leaves))])
+    yield _accepted(candidate, [("other values", [_other_values(leaf, sign) for leaf in candidate.leaves]) for sign in (-1, 1)])
     if signature.dims:
         now = signature.sizes(candidate.leaves)
         other = {dim.name: dim.near(now[dim.name], 1 + i, 1, -1) for i, dim in enumerate(signature.dims)}
@@ -211,14 +213,14 @@ def probes(candidate: Candidate, signature: Signature) -> Iterator[Iterator[Prob
         # each minimum alone too, because the model may refuse all minimums together
         near = [other, least, *({**other, name: size} for name, size in least.items())]
         for sizes in (dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in near)):
-            yield _answered(candidate, [(_sizes_in_words(sizes), at_sizes(candidate, sizes))])
+            yield _accepted(candidate, [(_sizes_in_words(sizes), at_sizes(candidate, sizes))])
         for dim in signature.dims:
             if (far := largest_inputs(candidate, dim, other)) is not None:
                 yield iter([(_sizes_in_words(far.sizes), far.leaves, far.reference[1])])
 
 
-def _answered(candidate: Candidate, questions: Iterable[tuple[str, Row]]) -> Iterator[Probe]:
-    found = ((what, row, reference_run(candidate, row)) for what, row in questions)
+def _accepted(candidate: Candidate, inputs: Iterable[tuple[str, Row]]) -> Iterator[Probe]:
+    found = ((what, row, reference_run(candidate, row)) for what, row in inputs)
     return ((what, row, each[1]) for what, row, each in found if each is not None)
 
 
