@@ -78,7 +78,7 @@ def test_the_example_and_other_sizes(built):
     assert [dim.name for dim in executable.signature.dims] == ["batch"]
     for batch in (1, 3, 2, 1):
         assert_agrees(candidate, executable, [torch.randn(batch, 3, 96, 96), torch.ones(2), torch.tensor(2.0)])
-    assert None not in (executable._any, executable._hot)
+    assert None not in (executable._dynamic, executable._static)
 
 
 def test_strided_tracked_and_channels_last_inputs(built):
@@ -98,7 +98,7 @@ def test_an_input_with_gradients_leaves_no_trace_in_later_calls():
     small = mixed(16)
     executable = OpenVino().compile(small)
     executable(torch.randn(1, 3, 96, 96)[..., :16, :16], torch.ones(2, requires_grad=True), torch.tensor(1.0))
-    assert not executable._hot._kept_inputs[1].requires_grad
+    assert not executable._static._input_buffers[1].requires_grad
 
 
 def test_calls_in_inference_mode_and_outside_of_it_take_turns():

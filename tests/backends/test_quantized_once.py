@@ -119,7 +119,7 @@ def test_openvino_has_weights_of_seven_bits_where_sums_clip(vnni, largest, monke
 
 def asks_for_exact_sums(session):
     try:
-        return session.get_session_options().get_session_config_entry(onnx_file.EXACTLY) == "1"
+        return session.get_session_options().get_session_config_entry(onnx_file.EXACT_PRODUCTS) == "1"
     except RuntimeError:
         return False
 

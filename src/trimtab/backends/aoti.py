@@ -158,7 +158,9 @@ class Aoti(Backend):
         executable = AotiExecutable(folder, build, signature, candidate.settings)
         executable._scratch = scratch
         executable.notes += notes
-        return self._checked(candidate, executable)
+        # compare the packages with the model at the sizes of the signature
+        executable.signature = verified(replace(candidate, signature=executable.signature), executable.run)
+        return executable
 
     def load(self, folder: pathlib.Path, signature: Signature, settings: Settings) -> Executable:
         """Load the packages. Refused if ``settings.threads`` differs from the number that they were built for."""
@@ -215,11 +217,6 @@ def load(folder, threads):
             notes.append(str(error))
         notes += _built_for(lost_dims(candidate.signature, frozen))
         return frozen
-
-    def _checked(self, candidate: Candidate, executable: AotiExecutable) -> AotiExecutable:
-        """Compare the packages with the model at the sizes of the signature."""
-        executable.signature = verified(replace(candidate, signature=executable.signature), executable.run)
-        return executable
 
 
 def _built_for(lost: Sequence[str]) -> list[str]:

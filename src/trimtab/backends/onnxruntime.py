@@ -45,9 +45,9 @@ from trimtab.importers.onnx.session import open_session, runtime_errors
 from trimtab.passes.common.quantized import is_quantized
 from trimtab.tensors.weights import weights
 
-_EXACTLY = f"""    flags = open("/proc/cpuinfo").read().split() if platform.system() == "Linux" else ["avx_vnni"]
+_EXACT_PRODUCTS = f"""    flags = open("/proc/cpuinfo").read().split() if platform.system() == "Linux" else ["avx_vnni"]
     if platform.machine() in ("x86_64", "AMD64") and {{"avx512_vnni", "avx_vnni"}}.isdisjoint(flags):  # else sums saturate
-        options.add_session_config_entry("{onnx_file.EXACTLY}", "1")
+        options.add_session_config_entry("{onnx_file.EXACT_PRODUCTS}", "1")
 """
 """Code for ``run.py`` that enables exact int8 products on the CPU that it runs on."""
 
@@ -218,7 +218,7 @@ class OnnxRuntime(Backend):
     def compile(self, candidate: Candidate) -> Executable:
         """Export to ONNX (or reuse the export of an earlier trial), quantize, and create a session."""
         onnxruntime = require("onnxruntime")
-        candidate, kept = float_layers.split_off(candidate, self.float_layers)
+        candidate, kept = float_layers.choose(candidate, self.float_layers)
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
         graph = returning_writes(candidate)
@@ -231,9 +231,9 @@ class OnnxRuntime(Backend):
             else:
                 rows = calibration_rows(candidate, signature) if self.precision == "int8_static" else []
                 made = data_fingerprint(rows, self.precision, self.operators, self.ranges, self.form, self.full_range, kept)
-                but = float_layers.onnx_nodes(base / MODEL, kept, candidate) if kept else []
+                excluded = float_layers.onnx_nodes(base / MODEL, kept, candidate) if kept else []
                 with shared_folder(
-                    candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t, but)
+                    candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t, excluded)
                 ) as quantized:
                     copy_files(quantized, model_files(quantized), folder, link=True)
         session, unoptimized = open_model(folder, threads=candidate.settings.threads, spinning=self.spinning)
@@ -251,7 +251,7 @@ class OnnxRuntime(Backend):
 
     def script(self) -> str:
         """Runs the ONNX file with ONNX Runtime; 8-bit weights are computed exactly on any x86 CPU, as in :meth:`load`."""
-        wide = _EXACTLY if self.precision != "f32" and environment.has_vnni() else ""
+        wide = _EXACT_PRODUCTS if self.precision != "f32" and environment.has_vnni() else ""
         return f"""
 def load(folder, threads):
     import onnxruntime, platform
@@ -272,7 +272,7 @@ def load(folder, threads):
 """
 
     def _quantize(
-        self, rows: Sequence[Row], signature: Signature, base: pathlib.Path, folder: pathlib.Path, but: Sequence[str]
+        self, rows: Sequence[Row], signature: Signature, base: pathlib.Path, folder: pathlib.Path, excluded: Sequence[str]
     ) -> None:
         onnx = require("onnx")
         names = io_names(signature)[0]
@@ -280,7 +280,7 @@ def load(folder, threads):
         try:
             int8.prepare(base / MODEL, prepared)
             if self.precision == "int8_dynamic":
-                int8.quantize_dynamic(prepared, target, self.operators, but)
+                int8.quantize_dynamic(prepared, target, self.operators, excluded)
             else:
                 known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
                 calibration = int8.Calibration(rows, names, known)
@@ -292,7 +292,7 @@ def load(folder, threads):
                     ranges=self.ranges,
                     form=self.form,
                     full=self.full_range,
-                    but=but,
+                    excluded=excluded,
                 )
             stamp(target, names, weight_bits=int8.weight_bits(self.full_range))
         except (*CONVERSION_ERRORS, *runtime_errors()) as error:

@@ -39,7 +39,7 @@ from trimtab.core.technique import Choice, install_hint, missing_package
 from trimtab.errors import CompileError, InputError, IntegrityError, UsageError
 from trimtab.tensors.weights import weight_bytes, weights
 
-LEAST_INT4_MB = 64.0
+MIN_INT4_MB = 64.0
 """Least weights, in MB of float32, with which 4 bits can pay; fewer fit into the caches of a server."""
 
 
@@ -59,15 +59,15 @@ class OpenVinoExecutable(Executable):
             raise IntegrityError(
                 f"{folder / file.MODEL} has other inputs or outputs than the signature: {signature.describe()}."
             )
-        shapes = file.hot_shapes(model, folder, signature)
+        shapes = file.example_shapes(model, folder, signature)
         # kept in memory for other sizes; the files may be gone or replaced by then
         self._model = model.clone() if shapes is None or signature.dims else None
-        self._through = file.given_back(model)
-        self._hot: Request | None = None
-        self._any: Request | None = None
+        self._passthrough = file.passthrough_outputs(model)
+        self._static: Request | None = None
+        self._dynamic: Request | None = None
         if shapes is not None:
             file.reshape(model, shapes)
-            self._hot = Request(self._compile(model), self._graph, self._through)
+            self._static = Request(self._compile(model), self._graph, self._passthrough)
         self._shapes = [torch.Size(shape) for shape in shapes or []]
         self._takes_empty = any(dim.min == 0 for dim in signature.dims)
         """A request whose first inputs are empty gives wrong outputs later (OpenVINO 2026.4), so others go first."""
@@ -83,7 +83,7 @@ class OpenVinoExecutable(Executable):
         if len(requests) < 2 or wanted[0].parallel < 2 or self._takes_empty:
             return [self.run(leaves) for leaves in requests]
         single = all(request is wanted[0] for request in wanted)
-        answers = run_queue(wanted[0] if single else self._for_any(), requests)
+        answers = run_queue(wanted[0] if single else self._dynamic_request(), requests)
         if not (written := self.signature.written):
             return answers
         return [apply_writes(leaves, outputs, written) for leaves, outputs in zip(requests, answers, strict=True)]
@@ -92,16 +92,16 @@ class OpenVinoExecutable(Executable):
         """OpenVINO's performance counters, of a second compilation with counters enabled; names include the kernel."""
         model = file.read_model(self._folder)
         file.reshape(model, [list(leaf.shape) for leaf in leaves])
-        request = Request(self._compile(model, {"PERF_COUNT": True}), self._graph, self._through)
+        request = Request(self._compile(model, {"PERF_COUNT": True}), self._graph, self._passthrough)
         return request.operator_times(leaves, repeats)
 
     def _new_instance(self) -> Executable:
         """The same compiled models, with requests of its own."""
         twin = copy.copy(self)
         twin._owned = None
-        twin._hot, twin._any = (
-            None if request is None else Request(request.compiled, self._graph, self._through)
-            for request in (self._hot, self._any)
+        twin._static, twin._dynamic = (
+            None if request is None else Request(request.compiled, self._graph, self._passthrough)
+            for request in (self._static, self._dynamic)
         )
         return twin
 
@@ -110,31 +110,31 @@ class OpenVinoExecutable(Executable):
         return copy_files(self._folder, file.FILES, folder)
 
     def close(self) -> None:
-        self._hot = self._any = self._model = None
+        self._static = self._dynamic = self._model = None
         if isinstance(self._owned, tempfile.TemporaryDirectory):
             self._owned.cleanup()
 
     def coverage(self) -> list[str]:
         """The runtime's report about precisions and kernels."""
-        return (self._hot or self._for_any()).coverage()
+        return (self._static or self._dynamic_request()).coverage()
 
     def _request(self, leaves: Sequence[torch.Tensor]) -> Request:
-        if self._hot is not None:
+        if self._static is not None:
             for leaf, shape in zip(leaves, self._shapes, strict=True):
                 if leaf.shape != shape:
-                    return self._for_any()
-            return self._hot
-        return self._for_any()
+                    return self._dynamic_request()
+            return self._static
+        return self._dynamic_request()
 
-    def _for_any(self) -> Request:
-        if self._any is None:
+    def _dynamic_request(self) -> Request:
+        if self._dynamic is None:
             if self._model is None:
                 raise InputError(f"The model was built for the sizes {self.signature.describe()} only, or it is closed.")
-            self._any = Request(self._compile(self._model), self._graph, self._through)
+            self._dynamic = Request(self._compile(self._model), self._graph, self._passthrough)
             if self._takes_empty:
                 shapes = zip(file.smallest(self.signature), self.signature.inputs, strict=True)
-                self._any.run([torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for shape, spec in shapes])
-        return self._any
+                self._dynamic.run([torch.zeros(shape, dtype=getattr(torch, spec.dtype)) for shape, spec in shapes])
+        return self._dynamic
 
     def _compile(self, model: Any, more: Mapping[str, Any] | None = None) -> Any:
         return file.compiled(model, {**self._config, **(more or {})})
@@ -231,9 +231,9 @@ class OpenVino(Backend):
         """Tensors must have a numpy form, and int8 needs weights."""
         if self.operators != "auto" and not _recurrent(candidate.model):
             return f"operators={self.operators} is about recurrent layers, and the model has none. Leave it at auto."
-        if self.precision == "int4_weights" and (size := weight_bytes(candidate.model) / 1e6) < LEAST_INT4_MB:
+        if self.precision == "int4_weights" and (size := weight_bytes(candidate.model) / 1e6) < MIN_INT4_MB:
             return (
-                f"int4_weights pays where the weights do not fit into caches, above {LEAST_INT4_MB:g} MB, and the model has "
+                f"int4_weights pays where the weights do not fit into caches, above {MIN_INT4_MB:g} MB, and the model has "
                 f"{size:.3g} MB. Try int8_weights."
             )
         if self.quantizes and not any(weight.dim() >= 2 for weight in weights(candidate.model)):
@@ -243,7 +243,7 @@ class OpenVino(Backend):
     def compile(self, candidate: Candidate) -> Executable:
         """Convert (or reuse the conversion of an earlier trial), quantize, and compile for the example's sizes."""
         openvino = file.runtime()
-        candidate, kept = float_layers.split_off(candidate, self.float_layers)
+        candidate, kept = float_layers.choose(candidate, self.float_layers)
         owned = own_folder(candidate)
         folder = pathlib.Path(owned.name)
         graph = returning_writes(candidate)
@@ -303,11 +303,11 @@ def load(folder, threads):
     ) -> None:
         try:
             model = file.read_model(base)
-            but = float_layers.openvino_nodes(model, kept, candidate)
+            excluded = float_layers.openvino_nodes(model, kept, candidate)
             if self.precision.endswith("weights"):
-                model = ir.compress(model, but, four_bits=self.precision == "int4_weights")
+                model = ir.compress(model, excluded, four_bits=self.precision == "int4_weights")
             else:
-                model = ir.quantize(model, rows, recurrent=self.operators == "all", ranges=self.ranges, but=but)
+                model = ir.quantize(model, rows, recurrent=self.operators == "all", ranges=self.ranges, excluded=excluded)
             ir.write_model(model, folder)
         except CONVERSION_ERRORS as error:
             raise CompileError(f"NNCF cannot quantize this model ({self.precision}): {first_line(error)}.") from error

@@ -69,31 +69,31 @@ class OpenVinoArrays:
                 raise IntegrityError(
                     f"{folder / openvino_file.MODEL} has other inputs or outputs than the signature: {signature.describe()}."
                 )
-            shapes = openvino_file.hot_shapes(model, folder, signature)
+            shapes = openvino_file.example_shapes(model, folder, signature)
             self._model = model.clone() if shapes is None or signature.dims else None
-            self._through = openvino_file.given_back(model)
-            self._hot: openvino_file.Buffers | None = None
-            self._any: openvino_file.Buffers | None = None
+            self._passthrough = openvino_file.passthrough_outputs(model)
+            self._static: openvino_file.Buffers | None = None
+            self._dynamic: openvino_file.Buffers | None = None
             self._shapes = [] if shapes is None else [tuple(shape) for shape in shapes]
             if shapes is not None:
                 openvino_file.reshape(model, shapes)
-                self._hot = self._compile(model)
+                self._static = self._compile(model)
         except CompileError as error:
             raise IntegrityError(f"{folder / openvino_file.MODEL} cannot be loaded: {error}") from error
 
     def __call__(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """The outputs."""
-        if self._hot is not None and [array.shape for array in arrays] == self._shapes:
-            return self._hot.run(arrays)
-        if self._any is None:
-            self._any = self._compile(self._model)
+        if self._static is not None and [array.shape for array in arrays] == self._shapes:
+            return self._static.run(arrays)
+        if self._dynamic is None:
+            self._dynamic = self._compile(self._model)
             if any(dim.min == 0 for dim in self._signature.dims):  # a first call with empty inputs gives wrong outputs later
                 shapes = zip(openvino_file.smallest(self._signature), self._signature.inputs, strict=True)
-                self._any.run([np.zeros(shape, spec.dtype) for shape, spec in shapes])
-        return self._any.run(arrays)
+                self._dynamic.run([np.zeros(shape, spec.dtype) for shape, spec in shapes])
+        return self._dynamic.run(arrays)
 
     def _compile(self, model: Any) -> openvino_file.Buffers:
-        return openvino_file.Buffers(openvino_file.compiled(model, self._config), self._signature, self._through)
+        return openvino_file.Buffers(openvino_file.compiled(model, self._config), self._signature, self._passthrough)
 
 
 ARRAY_MODELS: Mapping[str, Callable[[pathlib.Path, Mapping[str, Any], Signature, int | None], ArrayModel]] = {

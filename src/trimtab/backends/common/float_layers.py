@@ -1,4 +1,4 @@
-"""Layers that stay float in a runtime's int8 form: the most sensitive ones, and the nodes that they became."""
+"""The most sensitive layers, which stay float in an int8 model, and their nodes in the exported graph."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 """Key of the metadata with which torch's exporter names the modules around a node."""
 
 
-def split_off(candidate: Candidate, count: int) -> tuple[Candidate, tuple[str, ...]]:
-    """``candidate`` with folded batch norms, so that nodes keep the names of their layers, and the ``count`` layers whose
-    rounding changes the outputs most.
+def choose(candidate: Candidate, count: int) -> tuple[Candidate, tuple[str, ...]]:
+    """Choose the ``count`` layers whose rounding changes the outputs most. Returns ``candidate`` with folded batch norms, which
+    lets nodes keep the names of their layers, and the names of the chosen layers.
 
     Raises:
         CompileError: no layer would be left.
@@ -40,24 +40,24 @@ def onnx_nodes(exported: pathlib.Path, layers: Iterable[str], candidate: Candida
     """Names of the nodes of an exported ONNX file that compute ``layers``.
 
     Raises:
-        CompileError: the file does not tell.
+        CompileError: the file does not name the nodes.
     """
     graph = require("onnx").load(exported, load_external_data=False).graph
     around = {node.name: _scopes(node) for node in graph.node}
-    return _found({layer: [n for n, scopes in around.items() if _place(layer, candidate) in scopes] for layer in layers})
+    return _merged({layer: [n for n, scopes in around.items() if _path(layer, candidate) in scopes] for layer in layers})
 
 
 def openvino_nodes(model: Any, layers: Iterable[str], candidate: Candidate) -> list[str]:
     """Names of the operations of an OpenVINO model that compute ``layers``.
 
     Raises:
-        CompileError: the model does not tell.
+        CompileError: the model does not name the operations.
     """
     names = [node.get_friendly_name() for node in model.get_ordered_ops() if node.get_type_name() != "Constant"]
-    return _found({layer: [n for n in names if n.startswith(f"__module.{_place(layer, candidate)}/")] for layer in layers})
+    return _merged({layer: [n for n in names if n.startswith(f"__module.{_path(layer, candidate)}/")] for layer in layers})
 
 
-def _place(layer: str, candidate: Candidate) -> str:
+def _path(layer: str, candidate: Candidate) -> str:
     """The name of ``layer`` in the exported module, which wraps the model once, and once more if it writes to its inputs."""
     return f"model.model.{layer}" if candidate.signature.writes else f"model.{layer}"
 
@@ -69,7 +69,7 @@ def _scopes(node: Any) -> list[str]:
     return []
 
 
-def _found(nodes: dict[str, list[str]]) -> list[str]:
+def _merged(nodes: dict[str, list[str]]) -> list[str]:
     if lost := [layer for layer, names in nodes.items() if not names]:
         raise CompileError(
             f"The converted graph does not name the nodes of {', '.join(map(repr, lost[:3]))}, so they cannot stay float. "

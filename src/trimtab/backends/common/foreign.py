@@ -1,4 +1,4 @@
-"""Shared code of the backends outside of PyTorch: conversion in several attempts, modified inputs, verification of the graph."""
+"""Shared code of the backends outside of PyTorch: conversion attempts, modified inputs, calibration, and graph verification."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ DATA = "model.onnx.data"
 FATAL = 4
 """Log level of sessions: fatal errors only. Errors are raised anyway, and messages would print node names from an untrusted
 file to the terminal unfiltered."""
-EXACTLY = "session.x64quantprecision"
+EXACT_PRODUCTS = "session.x64quantprecision"
 """Session option for exact int8 products on x86 CPUs without VNNI, where sums saturate otherwise. It is slower there. On other
 CPUs, sessions of models with branches cannot be created with it."""
 _PLACE_KEYS = {"location", "offset", "length", "checksum"}
 
 
-def open_model(folder: pathlib.Path, *, threads: int | None, spinning: bool, exactly: bool = False) -> tuple[Any, str | None]:
-    """A session for the model in ``folder``, and why its graph optimizations are off; ``None`` where they are on. ``exactly``
+def open_model(folder: pathlib.Path, *, threads: int | None, spinning: bool, exact: bool = False) -> tuple[Any, str | None]:
+    """A session for the model in ``folder``, and why its graph optimizations are off; ``None`` where they are on. ``exact``
     computes int8 products without saturation on any CPU.
 
     Raises:
@@ -36,8 +36,8 @@ def open_model(folder: pathlib.Path, *, threads: int | None, spinning: bool, exa
     options.intra_op_num_threads = threads or 0
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
-    if exactly:
-        options.add_session_config_entry(EXACTLY, "1")
+    if exact:
+        options.add_session_config_entry(EXACT_PRODUCTS, "1")
     try:
         return open_session(folder / MODEL, options)
     except (*CONVERSION_ERRORS, *runtime_errors()) as error:
@@ -52,9 +52,9 @@ def load_model(folder: pathlib.Path, *, threads: int | None, spinning: bool, int
     """
     facts = refuse_unsafe(folder)
     bits = facts.get("trimtab.weight_bits")
-    exactly = (int8 or bits is not None) and bits in (None, "8") and not environment.has_vnni()
+    exact = (int8 or bits is not None) and bits in (None, "8") and not environment.has_vnni()
     try:
-        return open_model(folder, threads=threads, spinning=spinning, exactly=exactly)[0]
+        return open_model(folder, threads=threads, spinning=spinning, exact=exact)[0]
     except CompileError as error:
         raise IntegrityError(f"{folder / MODEL} cannot be loaded: {error}") from error
 

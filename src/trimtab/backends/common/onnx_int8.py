@@ -121,8 +121,8 @@ def copy_used_outputs(graph: Any) -> None:
     graph.node.extend(helper.make_node("Identity", [f"{name}.inner"], [name], f"{name}.copy") for name in sorted(outputs))
 
 
-def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, but: Sequence[str] = ()) -> None:
-    """Quantize matrix products and LSTMs except the nodes ``but``: weights to int8 now, activations at run time.
+def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, excluded: Sequence[str] = ()) -> None:
+    """Quantize matrix products and LSTMs except the nodes ``excluded``: weights to int8 now, activations at run time.
 
     ``auto`` skips convolutions, because ONNX Runtime has no kernel for them with signed weights.
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
@@ -134,7 +134,7 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
             str(prepared),
             str(target),
             op_types_to_quantize=kinds,
-            nodes_to_exclude=[*but, *(f"{name}_MatMul" for name in but)],  # so it renames Gemm nodes first
+            nodes_to_exclude=[*excluded, *(f"{name}_MatMul" for name in excluded)],  # so it renames Gemm nodes first
             per_channel=True,
             reduce_range=not environment.has_vnni(),
             weight_type=quantization.QuantType.QInt8,
@@ -151,10 +151,10 @@ def quantize_static(
     ranges: Ranges = "minmax",
     form: Form = "qdq",
     full: bool = False,
-    but: Sequence[str] = (),
+    excluded: Sequence[str] = (),
 ) -> None:
-    """Quantize weights and activations to int8 except in the nodes ``but`` and those of :func:`grouped_transposed`, with ranges
-    from calibration data and one scale per weight channel.
+    """Quantize weights and activations to int8 with ranges from calibration data, and one scale per weight channel. The nodes
+    ``excluded`` and those of :func:`grouped_transposed` stay float.
 
     Without VNNI, weights have 7 bits unless ``full``. Activations are unsigned: with int8 activations a CNN ran at 0.3 to 0.5
     times the speed of float32 without VNNI. On one such CPU (AMD Zen 3, digits) the form QOperator was as fast as QDQ, which
@@ -171,8 +171,8 @@ def quantize_static(
             calibration,
             quant_format={"qdq": quantization.QuantFormat.QDQ, "qoperator": quantization.QuantFormat.QOperator}[form],
             op_types_to_quantize=list(LINEAR) if nodes is not None else None,
-            nodes_to_quantize=None if nodes is None else [name for name in nodes if name not in but],
-            nodes_to_exclude=[*but, *grouped_transposed(prepared)],
+            nodes_to_quantize=None if nodes is None else [name for name in nodes if name not in excluded],
+            nodes_to_exclude=[*excluded, *grouped_transposed(prepared)],
             calibrate_method={
                 "minmax": quantization.CalibrationMethod.MinMax,
                 "percentile": quantization.CalibrationMethod.Percentile,

@@ -19,7 +19,7 @@ from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.exported_program import export_dynamic, export_static
 from trimtab.backends.common.foreign import OpenRun, Row, convert, wrong_graph
 from trimtab.backends.common.io_names import io_names
-from trimtab.backends.common.openvino_file import FILES, HOT, MODEL, core, no_telemetry, runtime
+from trimtab.backends.common.openvino_file import FILES, SHAPES_KEY, MODEL, core, no_telemetry, runtime
 from trimtab.backends.common.process_lock import quiet
 from trimtab.backends.common.signal_stack import signal_stack_kept
 from trimtab.core.candidate import Candidate
@@ -52,8 +52,10 @@ def write_model(model: Any, folder: pathlib.Path) -> None:
     runtime().save_model(model, folder / MODEL, compress_to_fp16=False)
 
 
-def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool, ranges: Ranges = "minmax", but: Sequence[str] = ()) -> Any:
-    """Quantize weights and activations to int8 except in the operations ``but``, with ranges from calibration rows.
+def quantize(
+    model: Any, rows: Sequence[Row], *, recurrent: bool, ranges: Ranges = "minmax", excluded: Sequence[str] = ()
+) -> Any:
+    """Quantize weights and activations to int8 except in the operations ``excluded``, with ranges from calibration rows.
 
     NNCF corrects the biases, and smooths the activations of transformers (SmoothQuant, https://arxiv.org/abs/2211.10438).
 
@@ -75,16 +77,16 @@ def quantize(model: Any, rows: Sequence[Row], *, recurrent: bool, ranges: Ranges
             subset_size=len(rows),
             model_type=nncf.ModelType.TRANSFORMER if is_transformer(model) else None,
             advanced_parameters=advanced,
-            ignored_scope=nncf.IgnoredScope(names=list(but), types=[] if recurrent else list(RECURRENT), validate=False),
+            ignored_scope=nncf.IgnoredScope(names=list(excluded), types=[] if recurrent else list(RECURRENT), validate=False),
         )
 
 
-def compress(model: Any, but: Sequence[str] = (), *, four_bits: bool = False) -> Any:
-    """Quantize weights to int8 except in the operations ``but``, without data; the CPU plug-in quantizes activations at run
-    time. With ``four_bits`` linear layers but the last get int4 with one scale for each group of inputs, and all else that has
-    weights int8: embeddings, the last layer and the operations ``but``. Source: NNCF documentation."""
+def compress(model: Any, excluded: Sequence[str] = (), *, four_bits: bool = False) -> Any:
+    """Quantize weights to int8, except in the operations ``excluded``. The CPU plug-in quantizes activations at run time.
+    With ``four_bits``, linear layers get int4 with one scale per group of inputs; embeddings, the last layer and ``excluded``
+    get int8. No data is needed. Source: NNCF documentation."""
     with _nncf() as nncf:
-        scope = nncf.IgnoredScope(names=list(but), validate=False)
+        scope = nncf.IgnoredScope(names=list(excluded), validate=False)
         if not four_bits:
             return nncf.compress_weights(model, ignored_scope=scope)
         mode = nncf.CompressWeightsMode.INT4_SYM
@@ -149,7 +151,7 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, converter: str, candidate:
         with quiet(stream=False), no_telemetry(), torch.no_grad():
             model = _CONVERTERS[converter](candidate)
         _name_ports(model, signature)
-        model.set_rt_info(";".join(",".join(map(str, leaf.shape)) for leaf in candidate.leaves), HOT)
+        model.set_rt_info(";".join(",".join(map(str, leaf.shape)) for leaf in candidate.leaves), SHAPES_KEY)
         for name in FILES:
             (folder / name).unlink(missing_ok=True)
         write_model(model, folder)

@@ -22,7 +22,7 @@ from trimtab.errors import CompileError, IntegrityError
 MODEL = "model.xml"
 WEIGHTS = "model.bin"
 FILES = (MODEL, WEIGHTS)
-HOT = ["trimtab", "shapes"]
+SHAPES_KEY = ["trimtab", "shapes"]
 """Metadata key of the shapes to optimize for, those of the example, such as ``1,8;1,8``."""
 COPIED_BYTES = 65536
 """Tensors up to this size in bytes are copied to and from buffers of the request, which takes about 1 microsecond. Sharing
@@ -72,15 +72,15 @@ def no_telemetry() -> Iterator[None]:
                 module.tm = before  # type: ignore[attr-defined]
 
 
-def hot_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[list[int]] | None:
+def example_shapes(model: Any, folder: pathlib.Path, signature: Signature) -> list[list[int]] | None:
     """The shapes of the example that the model was made for; ``None`` if they are not stored.
 
     Raises:
         IntegrityError: the signature does not allow them.
     """
-    if not model.has_rt_info(HOT):
+    if not model.has_rt_info(SHAPES_KEY):
         return None
-    text = str(model.get_rt_info(HOT).value)
+    text = str(model.get_rt_info(SHAPES_KEY).value)
     try:
         shapes = [[int(size) for size in shape.split(",") if size] for shape in text.split(";")]
     except ValueError:
@@ -96,7 +96,7 @@ def smallest(signature: Signature) -> list[list[int]]:
     return [[least[size] if isinstance(size, str) else size for size in spec.shape] for spec in signature.inputs]
 
 
-def given_back(model: Any) -> dict[int, int]:
+def passthrough_outputs(model: Any) -> dict[int, int]:
     """Outputs that are unchanged inputs, as ``{output index: input index}``."""
     inputs = {port.get_node().get_friendly_name(): i for i, port in enumerate(model.inputs)}
     sources = [port.get_node().input_value(0).get_node().get_friendly_name() for port in model.outputs]
@@ -158,19 +158,19 @@ def check_files(folder: pathlib.Path) -> None:
 class Buffers:
     """A compiled model with one inference request, and buffers of the request for small tensors of known sizes.
 
-    ``through`` maps outputs that are unchanged inputs to these inputs. The runtime uses one buffer for both, so setting an
+    ``passthrough`` maps outputs that are unchanged inputs to these inputs. The runtime uses one buffer for both, so setting an
     output buffer would replace the input's; such outputs are copied instead.
     """
 
-    def __init__(self, compiled: Any, signature: Signature, through: Mapping[int, int]) -> None:
-        self.compiled, self.through = compiled, through
+    def __init__(self, compiled: Any, signature: Signature, passthrough: Mapping[int, int]) -> None:
+        self.compiled, self.passthrough = compiled, passthrough
         self.tensor = runtime().Tensor
         self.request = compiled.create_infer_request()
-        inputs = [(_static(port), spec.dtype) for port, spec in zip(compiled.inputs, signature.inputs, strict=True)]
-        self.known = [(_static(port), spec.dtype) for port, spec in zip(compiled.outputs, signature.outputs, strict=True)]
+        inputs = [(_static_shape(port), spec.dtype) for port, spec in zip(compiled.inputs, signature.inputs, strict=True)]
+        self.known = [(_static_shape(port), spec.dtype) for port, spec in zip(compiled.outputs, signature.outputs, strict=True)]
         self.inputs = [self._keep(i, shape, dtype, "input") for i, (shape, dtype) in enumerate(inputs)]
         self.outputs = [
-            None if i in through else self._keep(i, shape, dtype, "output") for i, (shape, dtype) in enumerate(self.known)
+            None if i in passthrough else self._keep(i, shape, dtype, "output") for i, (shape, dtype) in enumerate(self.known)
         ]
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
@@ -197,6 +197,6 @@ class Buffers:
         return kept
 
 
-def _static(port: Any) -> list[int] | None:
+def _static_shape(port: Any) -> list[int] | None:
     shape = port.partial_shape
     return [int(size) for size in shape.to_shape()] if shape.is_static else None

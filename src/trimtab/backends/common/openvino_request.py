@@ -18,13 +18,13 @@ from trimtab.core.signature import Signature
 class Request:
     """A compiled model with one inference request. Outputs belong to the caller.
 
-    ``through`` maps outputs that are unchanged inputs to these inputs. The runtime uses one buffer for both, so setting an
+    ``passthrough`` maps outputs that are unchanged inputs to these inputs. The runtime uses one buffer for both, so setting an
     output buffer would replace the input's; such outputs are copied instead.
     """
 
-    def __init__(self, compiled: Any, signature: Signature, through: Mapping[int, int]) -> None:
-        buffers = Buffers(compiled, signature, through)
-        self._through = through
+    def __init__(self, compiled: Any, signature: Signature, passthrough: Mapping[int, int]) -> None:
+        buffers = Buffers(compiled, signature, passthrough)
+        self._passthrough = passthrough
         self._tensor = buffers.tensor
         self.compiled = compiled
         self.parallel = int(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS"))
@@ -32,19 +32,19 @@ class Request:
         self._infer = self._request.infer
         self._queue: Any = None
         self._lock = threading.Lock()  # for the buffers below: several threads may call one executable
-        self._kept_inputs, self._kept_outputs = _tensors(buffers.inputs), _tensors(buffers.outputs)
+        self._input_buffers, self._output_buffers = _tensors(buffers.inputs), _tensors(buffers.outputs)
         self._output_shapes = [(shape, getattr(torch, dtype)) for shape, dtype in buffers.known]
-        self._short = None not in self._kept_inputs and None not in self._kept_outputs
+        self._all_buffered = None not in self._input_buffers and None not in self._output_buffers
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs for inputs of the compiled sizes."""
         with self._lock:
-            if not self._short:
+            if not self._all_buffered:
                 return self._run_large(leaves)
-            for kept, leaf in zip(self._kept_inputs, leaves, strict=True):
-                kept.copy_(leaf.detach() if leaf.requires_grad else leaf)  # type: ignore[union-attr]
+            for buffer, leaf in zip(self._input_buffers, leaves, strict=True):
+                buffer.copy_(leaf.detach() if leaf.requires_grad else leaf)  # type: ignore[union-attr]
             self._infer(share_outputs=True)
-            return [kept.clone() for kept in self._kept_outputs]  # type: ignore[union-attr]
+            return [buffer.clone() for buffer in self._output_buffers]  # type: ignore[union-attr]
 
     def coverage(self) -> list[str]:
         """See :func:`trimtab.backends.common.openvino_conversion.coverage`."""
@@ -63,29 +63,28 @@ class Request:
 
     def _run_large(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         alive = []  # keeps the arrays alive: the request points into their memory
-        for i, (kept, leaf) in enumerate(zip(self._kept_inputs, leaves, strict=True)):
-            if kept is not None:
-                kept.copy_(leaf.detach() if leaf.requires_grad else leaf)
+        for i, (buffer, leaf) in enumerate(zip(self._input_buffers, leaves, strict=True)):
+            if buffer is not None:
+                buffer.copy_(leaf.detach() if leaf.requires_grad else leaf)
             else:
                 alive.append(leaf.contiguous().numpy(force=True))
                 self._request.set_input_tensor(i, self._tensor(alive[-1], shared_memory=True))
-        fresh = [self._hand_over(i) for i, kept in enumerate(self._kept_outputs) if kept is None]
+        fresh = [self._set_output_tensor(i) for i, buffer in enumerate(self._output_buffers) if buffer is None]
         self._infer(share_outputs=True)
-        answers = iter(fresh)
-        return [
-            kept.clone() if kept is not None else self._answer(i, next(answers)) for i, kept in enumerate(self._kept_outputs)
-        ]
+        outputs = iter(fresh)
+        buffers = enumerate(self._output_buffers)
+        return [buffer.clone() if buffer is not None else self._output(i, next(outputs)) for i, buffer in buffers]
 
-    def _hand_over(self, index: int) -> torch.Tensor | None:
+    def _set_output_tensor(self, index: int) -> torch.Tensor | None:
         """Set a new tensor as the buffer of output ``index``; ``None`` if its size is not known in advance."""
         shape, dtype = self._output_shapes[index]
-        if shape is None or index in self._through:
+        if shape is None or index in self._passthrough:
             return None
         out = torch.empty(shape, dtype=dtype, device="cpu")
         self._request.set_output_tensor(index, self._tensor(out.numpy(), shared_memory=True))
         return out
 
-    def _answer(self, index: int, fresh: torch.Tensor | None) -> torch.Tensor:
+    def _output(self, index: int, fresh: torch.Tensor | None) -> torch.Tensor:
         return fresh if fresh is not None else torch.from_numpy(np.array(self._request.get_output_tensor(index).data))
 
 
@@ -97,24 +96,19 @@ def _tensors(buffers: Sequence[Array | None]) -> list[torch.Tensor | None]:
 
 def run_queue(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
     """Run ``requests`` with as many parallel requests as the model of ``request`` has streams."""
-    with request._lock:
-        return _in_streams(request, requests)
-
-
-def _in_streams(request: Request, requests: Sequence[Sequence[torch.Tensor]]) -> list[Sequence[torch.Tensor]]:
-    if request._queue is None:
-        request._queue = runtime().AsyncInferQueue(request.compiled, request.parallel)
-    queue = request._queue
     answers: list[list[torch.Tensor]] = [[] for _ in requests]
 
     def done(finished: Any, index: int) -> None:
         answers[index] = [torch.from_numpy(np.array(tensor.data)) for tensor in finished.output_tensors]
 
-    queue.set_callback(done)
-    alive = [[leaf.contiguous().numpy(force=True) for leaf in leaves] for leaves in requests]
-    for index, arrays in enumerate(alive):
-        queue.start_async({i: request._tensor(array, shared_memory=True) for i, array in enumerate(arrays)}, index)
-    queue.wait_all()
+    with request._lock:
+        if request._queue is None:
+            request._queue = runtime().AsyncInferQueue(request.compiled, request.parallel)
+        request._queue.set_callback(done)
+        alive = [[leaf.contiguous().numpy(force=True) for leaf in leaves] for leaves in requests]
+        for index, arrays in enumerate(alive):
+            request._queue.start_async({i: request._tensor(array, shared_memory=True) for i, array in enumerate(arrays)}, index)
+        request._queue.wait_all()
     return list(answers)
 
 

@@ -1,4 +1,4 @@
-"""The lock of what changes the state of the whole process for a while."""
+"""A lock for temporary changes of process-wide state, and the suppression of output."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ def fingerprint(candidate: Candidate, *more: object) -> str:
     for name, module in candidate.model.named_modules(remove_duplicate=False):
         digest.update(f"\n{name} {type(module).__qualname__} {getattr(module, 'training', False)}".encode())
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            _absorb(digest, key, tensor)
+            _hash_value(digest, key, tensor)
         for key, value in vars(module).items():
             if key not in _MODULE_STATE:
-                _absorb(digest, key, value)
+                _hash_value(digest, key, value)
     for source in sorted(map(_source, {type(module) for module in candidate.model.modules()})):
         digest.update(source.encode())
     return digest.hexdigest()
@@ -49,7 +49,7 @@ def data_fingerprint(rows: Iterable[Iterable[torch.Tensor]], *more: object) -> s
     """Sixteen hexadecimal digits that identify the tensors ``rows``, and options and versions ``more``."""
     digest = hashlib.blake2b(repr(more).encode(), digest_size=8)
     for i, row in enumerate(rows):
-        _absorb(digest, str(i), list(row))
+        _hash_value(digest, str(i), list(row))
     return digest.hexdigest()
 
 
@@ -57,21 +57,21 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _absorb(digest: hashlib.blake2b, key: str, value: object, around: frozenset[int] = frozenset()) -> None:
-    """Add ``value`` to the digest. ``around``: ids of the containers around it, because a container may contain itself."""
+def _hash_value(digest: hashlib.blake2b, key: str, value: object, enclosing: frozenset[int] = frozenset()) -> None:
+    """Add ``value`` to the digest. ``enclosing`` has the ids of the containers that hold it: a container may contain itself."""
     digest.update(f"\n{key} ".encode())
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         for part in parts(value.detach()):
             if part.numel() and part.layout is torch.strided and not part.is_quantized:
                 digest.update(raw(part).numpy().data)
-    elif id(value) in around or (contents := _contents(value)) is None:
+    elif id(value) in enclosing or (contents := _contents(value)) is None:
         digest.update(type(value).__qualname__.encode())
     elif isinstance(contents, str):
         digest.update(_ADDRESS.sub("", contents).encode())
     else:
         for inner, item in contents:
-            _absorb(digest, str(inner), item, around | {id(value)})
+            _hash_value(digest, str(inner), item, enclosing | {id(value)})
 
 
 def _contents(value: object) -> list[tuple[object, object]] | str | None:

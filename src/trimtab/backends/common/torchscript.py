@@ -54,7 +54,7 @@ def trace_or_script(candidate: Candidate) -> tuple[torch.jit.ScriptModule, list[
     try:
         return script_flat(candidate), [f"Compiled from source, because a trace was not safe: {wrong or doubts[0]}."]
     except CompileError as error:
-        if module is None or (wrong and (candidate.all_sizes or _wrong_where_kept(candidate, module))):
+        if module is None or (wrong and (candidate.all_sizes or _wrong_at_kept_sizes(candidate, module))):
             raise CompileError(f"TorchScript cannot take this model. Traced: {wrong}. From source: {error}") from error
     return module, [f"A trace of one path through the model, which the tracer warned about: {doubt}." for doubt in doubts[:1]]
 
@@ -64,8 +64,8 @@ def kept_signature(candidate: Candidate, module: Any) -> Signature:
     names = [dim.name for dim in candidate.signature.dims]
     for dims in (names, *fewer_dims(candidate.signature)):
         with contextlib.suppress(CompileError):
-            return verified(candidate.keeping(dims), _caller(module))
-    return frozen_signature(candidate, _caller(module))
+            return verified(candidate.keeping(dims), _flat_call(module))
+    return frozen_signature(candidate, _flat_call(module))
 
 
 def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
@@ -87,7 +87,7 @@ def script_flat(candidate: Candidate) -> torch.jit.ScriptModule:
             module.define(_forward_source(candidate))
     except EXPORT_ERRORS as error:
         raise CompileError(f"torch.jit.script cannot take this model: {first_line(error)}.") from error
-    if reason := disagreement(candidate, _caller(module), candidate.leaves):
+    if reason := disagreement(candidate, _flat_call(module), candidate.leaves):
         raise CompileError(f"torch.jit.script made something else of the model: {reason.rstrip('.')}.")
     return module
 
@@ -150,17 +150,17 @@ def _trace(candidate: Candidate) -> tuple[torch.jit.ScriptModule | None, list[st
         except EXPORT_ERRORS as error:
             return None, [], first_line(error)
     doubts = [summary_line(str(w.message)) for w in caught if isinstance(w.message, TracerWarning)]
-    return module, doubts, _wrong(candidate, _caller(module))
+    return module, doubts, _wrong(candidate, _flat_call(module))
 
 
-def _wrong_where_kept(candidate: Candidate, module: Any) -> str | None:
+def _wrong_at_kept_sizes(candidate: Candidate, module: Any) -> str | None:
     """How a trace differs from the model at the sizes that it supports, with other dynamic dimensions frozen."""
     kept = candidate.keeping([dim.name for dim in kept_signature(candidate, module).dims])
-    return _wrong(kept, _caller(module))
+    return _wrong(kept, _flat_call(module))
 
 
 def _wrong(candidate: Candidate, call: Call) -> str | None:
-    found = [disagreement(candidate, call, leaves) for leaves in (candidate.leaves, _opposite(candidate.leaves))]
+    found = [disagreement(candidate, call, leaves) for leaves in (candidate.leaves, _negated(candidate.leaves))]
     fitting = [leaves for leaves in candidate.flat_calibration() if candidate.signature.fits(leaves)]
     found += [disagreement(candidate, call, leaves) for leaves in fitting[:TRACE_PROBES]]
     return next((reason for reason in found if reason), None) or _wrong_at_other_sizes(candidate, call)
@@ -175,12 +175,12 @@ def _wrong_at_other_sizes(candidate: Candidate, call: Call) -> str | None:
     return next((f"it takes {dim.name} up to {dim.max} only" for whole, dim in pairs if dim.max != whole.max), None)
 
 
-def _opposite(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _negated(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Inputs that take another branch in most decisions: floats negated; integers, which are often indices, unchanged."""
     return [-leaf if leaf.dtype.is_floating_point else leaf for leaf in leaves]
 
 
-def _caller(module: Any) -> Call:
+def _flat_call(module: Any) -> Call:
     return lambda leaves: module(*leaves)
 
 
@@ -193,21 +193,21 @@ def _forward_source(candidate: Candidate) -> str:
             for n, s in zip(inputs, signature.inputs, strict=True)]  # fmt: skip
     rest = iter(laid)
     args, kwargs = signature.input_structure.items
-    given = [_build(item, rest) for item in args.items]
-    given += [f"{key}={_build(item, rest)}" for key, item in zip(kwargs.keys, kwargs.items, strict=True)]
-    taken = _take(signature.output_structure, "out")
+    given = [_input_expression(item, rest) for item in args.items]
+    given += [f"{key}={_input_expression(item, rest)}" for key, item in zip(kwargs.keys, kwargs.items, strict=True)]
+    taken = _output_expressions(signature.output_structure, "out")
     head = ", ".join(["self", *(f"{name}: Tensor" for name in inputs)])
     return f"def forward({head}):\n    out = self.model.forward({', '.join(given)})\n    return ({', '.join(taken)},)\n"
 
 
-def _build(structure: Structure, names: Any) -> str:
+def _input_expression(structure: Structure, names: Any) -> str:
     """An expression that builds a value of ``structure`` from the next of ``names``."""
     if structure.kind == "tensor":
         return str(next(names))
     if structure.kind == "constant":
         odd = isinstance(structure.value, float) and not math.isfinite(structure.value)
         return f"float('{structure.value}')" if odd else repr(structure.value)
-    items = [_build(item, names) for item in structure.items]
+    items = [_input_expression(item, names) for item in structure.items]
     if structure.kind == "tuple":
         return f"({', '.join(items)},)"
     if structure.kind == "list":
@@ -217,7 +217,7 @@ def _build(structure: Structure, names: Any) -> str:
     raise TypeError(f"an input of kind {structure.kind} has no word in TorchScript")
 
 
-def _take(structure: Structure, place: str) -> list[str]:
+def _output_expressions(structure: Structure, place: str) -> list[str]:
     """Expressions for the tensors in the value ``place``, in flat order."""
     if structure.kind == "tensor":
         return [place]
@@ -227,4 +227,4 @@ def _take(structure: Structure, place: str) -> list[str]:
         places = [f"{place}[{key!r}]" for key in structure.keys]
     else:
         places = [f"{place}.{key}" for key in structure.keys]
-    return [leaf for item, where in zip(structure.items, places, strict=True) for leaf in _take(item, where)]
+    return [leaf for item, where in zip(structure.items, places, strict=True) for leaf in _output_expressions(item, where)]

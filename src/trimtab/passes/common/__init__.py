@@ -1,1 +1,1 @@
-"""What several passes share. The scan for passes skips this folder."""
+"""Shared code of the passes. The scan for passes skips this folder."""
