@@ -20,7 +20,7 @@ from trimtab.core.dynamic_dims import name_groups
 from trimtab.core.signature import Dim, input_names, parameter_names
 from trimtab.core.workload import as_call
 from trimtab.errors import UsageError
-from trimtab.importers.input_spec import Form, as_far_as_proven
+from trimtab.importers.input_spec import InputSpec, keep_working_sizes
 from trimtab.safe_load.archives import load_program
 from trimtab.tensors.structure import flatten, unflatten
 from trimtab.tensors.torchscript_modules import allow_modes
@@ -36,7 +36,7 @@ class ProgramFile:
         """The module, with the file's weights."""
         return _module(load_program(self.path))
 
-    def form(self) -> Form:
+    def input_spec(self) -> InputSpec:
         """Names, dtypes and shapes of the program's inputs.
 
         Raises:
@@ -50,10 +50,10 @@ class ProgramFile:
                 f"{self.path} was exported in training mode: it drops out values or updates statistics. Export it again after "
                 "model.eval()."
             )
-        return _form(program, module, pathlib.Path(self.path).name)
+        return _input_spec(program, module, pathlib.Path(self.path).name)
 
-    def proven(self, form: Form, example: Any) -> tuple[Form, tuple[str, ...]]:
-        """``form`` with only those dynamic sizes that the program accepts, and notes. The program's guards, which state its
+    def verified_spec(self, spec: InputSpec, example: Any) -> tuple[InputSpec, tuple[str, ...]]:
+        """``spec`` with only those dynamic sizes that the program accepts, and notes. The program's guards, which state its
         requirements, are not read; sizes are tried instead."""
         program = load_program(self.path)
         module = _module(program)
@@ -61,7 +61,7 @@ class ProgramFile:
         leaves = flatten((args, kwargs), "the example inputs")[0]
 
         def takes(changed: list[torch.Tensor]) -> bool:
-            args, kwargs = unflatten(form.structure, [leaf.clone() for leaf in changed])
+            args, kwargs = unflatten(spec.structure, [leaf.clone() for leaf in changed])
             try:
                 with torch.no_grad():
                     module(*args, **kwargs)
@@ -69,9 +69,9 @@ class ProgramFile:
                 return False
             return True
 
-        found, notes = as_far_as_proven(form, leaves, takes)
-        if tied := [f"{name} (axis {axis})" for name, axis in _tied(program, form)]:
-            notes += (f"{form.source} computes sizes of {', '.join(tied)} from others; they are fixed at the example's.",)
+        found, notes = keep_working_sizes(spec, leaves, takes)
+        if tied := [f"{name} (axis {axis})" for name, axis in _tied(program, spec)]:
+            notes += (f"{spec.source} computes sizes of {', '.join(tied)} from others; they are fixed at the example's.",)
         return found, notes
 
 
@@ -94,7 +94,7 @@ def _trains(node: fx.Node) -> bool:
     return name.startswith("aten.batch_norm") and bool(node.args[5])
 
 
-def _form(program: ExportedProgram, module: nn.Module, source: str) -> Form:
+def _input_spec(program: ExportedProgram, module: nn.Module, source: str) -> InputSpec:
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     given = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     values = [arg.value if isinstance(arg, ConstantArgument) else nodes[arg.name] for arg in given]
@@ -103,7 +103,7 @@ def _form(program: ExportedProgram, module: nn.Module, source: str) -> Form:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     names = input_names(parameter_names(module.forward, len(args)), structure)
     shapes, hints = _shapes(program, names, tensors)
-    return Form(
+    return InputSpec(
         source=source,
         names=tuple(names),
         dtypes=tuple(leaf.dtype for leaf in leaves),
@@ -121,10 +121,10 @@ def _user_inputs(program: ExportedProgram) -> Iterator[fx.Node]:
     return (node for node in program.graph.nodes if node.op == "placeholder" and node.name in wanted)
 
 
-def _tied(program: ExportedProgram, form: Form) -> Iterator[tuple[str, int]]:
-    """The axes that are dynamic in the program and fixed in ``form``."""
+def _tied(program: ExportedProgram, spec: InputSpec) -> Iterator[tuple[str, int]]:
+    """The axes that are dynamic in the program and fixed in ``spec``."""
     found = (node.meta["val"] for node in _user_inputs(program) if isinstance(node.meta.get("val"), torch.Tensor))
-    for name, tensor, shape in zip(form.names, found, form.shapes, strict=True):
+    for name, tensor, shape in zip(spec.names, found, spec.shapes, strict=True):
         yield from (
             (name, axis)
             for axis, size in enumerate(tensor.shape)

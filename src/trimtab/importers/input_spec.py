@@ -1,4 +1,4 @@
-"""Make a workload's example inputs from the description of a model file's inputs: real ones from a file, or random ones."""
+"""Example inputs of a workload from the description of a model file's inputs: real ones from a file, or random ones."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from trimtab.tensors.structure import Structure, flatten, unflatten
 from trimtab.tensors.weights import tolerance
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-MOST_ROWS, LEAST_CALLS = 512, 8
+MAX_ROWS, MIN_CALLS = 512, 8
 """Most rows that are read from a file of inputs; and fewest calls, if a single call has many rows."""
-PIECE = 32
+CALIBRATION_ROWS = 32
 """Rows of a file per calibration call."""
-ASSUMED = 16
-"""Size of a dynamic dimension (other than the batch) that neither the file nor the caller states."""
-ASSUMED_IMAGE = 224
-"""Side length of inputs that look like images (four axes, one to four channels), if nobody states it."""
+DEFAULT_SIZE = 16
+"""Size of a dynamic dimension (other than the batch) that neither the file nor the user states."""
+DEFAULT_IMAGE_SIDE = 224
+"""Side length of inputs that look like images (four axes, one to four channels), if neither states it."""
 
 Shapes = Mapping[str, "str | Sequence[int]"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Form:
-    """The inputs of a model, as its file describes them.
+class InputSpec:
+    """The inputs that a model file declares.
 
     ``shapes`` has a number for each fixed size and a :class:`~trimtab.core.signature.Dim` for each dynamic size. ``structure``
     is the structure of the call, from :func:`trimtab.tensors.structure.flatten` of ``(args, kwargs)``.
@@ -71,7 +71,7 @@ class Form:
         }
         return {name: axes for name, axes in found.items() if axes}
 
-    def place(self, leaves: Sequence[torch.Tensor]) -> Any:
+    def workload_inputs(self, leaves: Sequence[torch.Tensor]) -> Any:
         """``leaves`` in the form of ``Workload(inputs=...)``."""
         args, kwargs = unflatten(self.structure, leaves)
         return Call(args, kwargs) if args and kwargs else kwargs or args
@@ -115,7 +115,7 @@ def parse_shape(text: str | Sequence[int], name: str) -> tuple[tuple[int, ...], 
 
 
 def inputs_of(
-    form: Form, inputs: str | pathlib.Path | None, shapes: Shapes, module: Callable[[], nn.Module] | None = None
+    spec: InputSpec, inputs: str | pathlib.Path | None, shapes: Shapes, module: Callable[[], nn.Module] | None = None
 ) -> Inputs:
     """Real inputs from the file ``inputs``, or random ones with the sizes in ``shapes``. ``module`` makes the model, with which
     the batch axis of real inputs is verified; without it, their first axis counts as the batch.
@@ -123,18 +123,18 @@ def inputs_of(
     Raises:
         UsageError: the file or a shape does not fit the model; the message states the model's inputs.
     """
-    if unknown := sorted(set(shapes) - set(form.names)):
-        raise UsageError(f"There is no input {unknown[0]!r} to give a shape to. {form.source} takes {form.describe()}.")
+    if unknown := sorted(set(shapes) - set(spec.names)):
+        raise UsageError(f"There is no input {unknown[0]!r} to give a shape to. {spec.source} takes {spec.describe()}.")
     stated = {name: parse_shape(shape, name)[0] for name, shape in shapes.items()}
     if inputs is not None:
-        return _real(form, read_tensors(inputs), pathlib.Path(inputs), stated, module)
-    sizes, assumed = _sizes(form, stated)
+        return _real(spec, read_tensors(inputs), pathlib.Path(inputs), stated, module)
+    sizes, assumed = _sizes(spec, stated)
     generator = torch.Generator().manual_seed(0)
     leaves = [
-        torch.ones(shape, dtype=dtype) if name in form.ones else random_tensor(shape, dtype, generator, form.bounds.get(name))
-        for name, dtype, shape in zip(form.names, form.dtypes, sizes, strict=True)
+        torch.ones(shape, dtype=dtype) if name in spec.ones else random_tensor(shape, dtype, generator, spec.bounds.get(name))
+        for name, dtype, shape in zip(spec.names, spec.dtypes, sizes, strict=True)
     ]
-    return Inputs(example=form.place(leaves), calibration=None, notes=_about_random(form, assumed))
+    return Inputs(example=spec.workload_inputs(leaves), calibration=None, notes=_about_random(spec, assumed))
 
 
 def read_tensors(path: str | pathlib.Path) -> dict[str, torch.Tensor]:
@@ -180,121 +180,123 @@ def random_tensor(
     return torch.randint(0, max(bound or 2, 1), tuple(shape), generator=generator).to(dtype)
 
 
-def _sizes(form: Form, stated: Mapping[str, tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+def _sizes(spec: InputSpec, stated: Mapping[str, tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     """The shape of each input, and the assumed sizes. A dynamic size is the stated one, else the file's, else a default."""
     known: dict[str, int] = {}
-    for name, shape in zip(form.names, form.shapes, strict=True):
+    for name, shape in zip(spec.names, spec.shapes, strict=True):
         if name in stated:
-            _bind(form, name, shape, stated[name], known)
+            _bind(spec, name, shape, stated[name], known)
     assumed: dict[str, int] = {}
-    for shape in form.shapes:
+    for shape in spec.shapes:
         for axis, size in enumerate(shape):
             if isinstance(size, Dim) and size.name not in known:
-                known[size.name] = assumed[size.name] = _default(size, axis, shape, form.hints.get(size.name))
-    return [tuple(known[s.name] if isinstance(s, Dim) else s for s in shape) for shape in form.shapes], assumed
+                known[size.name] = assumed[size.name] = _default(size, axis, shape, spec.hints.get(size.name))
+    return [tuple(known[s.name] if isinstance(s, Dim) else s for s in shape) for shape in spec.shapes], assumed
 
 
 def _default(dim: Dim, axis: int, shape: Sequence[int | Dim], hint: int | None) -> int:
     image = len(shape) == 4 and axis > 1 and shape[1] in (1, 2, 3, 4)
-    wanted = 1 if axis == 0 else hint or (ASSUMED_IMAGE if image else ASSUMED)
+    wanted = 1 if axis == 0 else hint or (DEFAULT_IMAGE_SIDE if image else DEFAULT_SIZE)
     return int(min(max(wanted, dim.min), dim.max or math.inf))
 
 
-def _bind(form: Form, name: str, shape: Sequence[int | Dim], given: Sequence[int], known: dict[str, int]) -> None:
+def _bind(spec: InputSpec, name: str, shape: Sequence[int | Dim], given: Sequence[int], known: dict[str, int]) -> None:
     fits = len(shape) == len(given)
     for want, size in zip(shape, given, strict=False):
         fits = fits and (known.setdefault(want.name, size) == size and size in want if isinstance(want, Dim) else want == size)
     if not fits:
         limits = [
             f"{dim.name} is {dim.bounds}"
-            for dim in dict.fromkeys(size for shape in form.shapes for size in shape if isinstance(size, Dim))
+            for dim in dict.fromkeys(size for shape in spec.shapes for size in shape if isinstance(size, Dim))
         ]
         raise UsageError(
-            f"The input {name!r} was given the shape {list(given)}, but {form.source} takes {form.describe()}"
+            f"The input {name!r} was given the shape {list(given)}, but {spec.source} takes {spec.describe()}"
             f"{' where ' + ', '.join(limits) if limits else ''}."
         )
 
 
 def _real(
-    form: Form,
+    spec: InputSpec,
     found: dict[str, torch.Tensor],
     path: pathlib.Path,
     stated: Mapping[str, tuple[int, ...]],
     module: Callable[[], nn.Module] | None,
 ) -> Inputs:
     """Split real inputs: the first rows, or the first call, become the example, the rest the calibration data."""
-    if len(found) == len(form.names) == 1:
-        found = {form.names[0]: next(iter(found.values()))}
-    if set(found) != set(form.names):
+    if len(found) == len(spec.names) == 1:
+        found = {spec.names[0]: next(iter(found.values()))}
+    if set(found) != set(spec.names):
         raise UsageError(
-            f"{path} holds {', '.join(sorted(found)) or 'nothing'}, but {form.source} takes {form.describe()}. Save them by "
+            f"{path} holds {', '.join(sorted(found)) or 'nothing'}, but {spec.source} takes {spec.describe()}. Save them by "
             "these names."
         )
-    arrays = [_cast(found[name], dtype, name, path) for name, dtype in zip(form.names, form.dtypes, strict=True)]
-    lead = _counting(form, arrays, module)
-    if lead is not None:
-        rows = min(_length(next(array for array in arrays if array.dim())), MOST_ROWS)
-        size = next((shape[0] for shape in stated.values() if shape), lead.min)
+    arrays = [_cast(found[name], dtype, name, path) for name, dtype in zip(spec.names, spec.dtypes, strict=True)]
+    batch = _batch_dim(spec, arrays, module)
+    if batch is not None:
+        rows = min(_length(next(array for array in arrays if array.dim())), MAX_ROWS)
+        size = next((shape[0] for shape in stated.values() if shape), batch.min)
         example = [array[:size].clone() if array.dim() else array for array in arrays]
-        starts = range(0, rows if rows > size else 0, PIECE)
-        calls = [[a[at : min(at + PIECE, rows)] if a.dim() else a for a in arrays] for at in starts]
+        starts = range(0, rows if rows > size else 0, CALIBRATION_ROWS)
+        calls = [[a[at : min(at + CALIBRATION_ROWS, rows)] if a.dim() else a for a in arrays] for at in starts]
         what = f"{rows} examples"
     else:
-        example, *calls = _calls(form, arrays)
+        example, *calls = _calls(spec, arrays)
         what = f"{1 + len(calls)} call{'s' if calls else ''}"
     known: dict[str, int] = {}
-    for name, shape, leaf in zip(form.names, form.shapes, example, strict=True):
-        _bind(form, name, shape, tuple(leaf.shape), known)
+    for name, shape, leaf in zip(spec.names, spec.shapes, example, strict=True):
+        _bind(spec, name, shape, tuple(leaf.shape), known)
     more = "" if calls else " There are no others, so quantizers that must see data cannot be tried."
-    calibration = [form.place(leaves) for leaves in calls] or None
+    calibration = [spec.workload_inputs(leaves) for leaves in calls] or None
     return Inputs(
-        example=form.place(example), calibration=calibration, notes=(f"The inputs are {what} from {path.name}.{more}",)
+        example=spec.workload_inputs(example),
+        calibration=calibration,
+        notes=(f"The inputs are {what} from {path.name}.{more}",),
     )
 
 
-def _counting(form: Form, arrays: Sequence[torch.Tensor], module: Callable[[], nn.Module] | None) -> Dim | None:
+def _batch_dim(spec: InputSpec, arrays: Sequence[torch.Tensor], module: Callable[[], nn.Module] | None) -> Dim | None:
     """The batch dimension of ``arrays``; ``None`` if ``arrays`` are whole calls.
 
-    The batch dimension is the first axis of all inputs with axes. The model decides whether it counts examples or, for example,
-    audio samples; if the model cannot run on few rows, the name of the dimension decides.
+    The batch dimension is the first axis of all inputs with axes. The model is run to find out whether that axis counts
+    examples or, for instance, audio samples. If it cannot run on few rows, the name of the dimension decides.
     """
-    leads = {shape[0] for shape in form.shapes if shape}
-    lengths = {_length(array) for array, shape in zip(arrays, form.shapes, strict=True) if shape}
-    alike = all(array.dim() == len(shape) for array, shape in zip(arrays, form.shapes, strict=True))
-    lead = next(iter(leads), None)
-    if len(leads) != 1 or len(lengths) != 1 or not alike or not isinstance(lead, Dim):
+    first_dims = {shape[0] for shape in spec.shapes if shape}
+    lengths = {_length(array) for array, shape in zip(arrays, spec.shapes, strict=True) if shape}
+    alike = all(array.dim() == len(shape) for array, shape in zip(arrays, spec.shapes, strict=True))
+    batch = next(iter(first_dims), None)
+    if len(first_dims) != 1 or len(lengths) != 1 or not alike or not isinstance(batch, Dim):
         return None
     rows = lengths.pop()
     if module is None or rows < 2:
-        return lead
+        return batch
     model = module()
 
-    def answer(*led: torch.Tensor) -> Any:
-        rest = iter(led)
-        args, kwargs = as_call(form.place([next(rest) if array.dim() else array for array in arrays]))
+    def batched_model(*batched: torch.Tensor) -> Any:
+        rest = iter(batched)
+        args, kwargs = as_call(spec.workload_inputs([next(rest) if array.dim() else array for array in arrays]))
         return model(*args, **kwargs)
 
-    led = tuple(array[:MOST_ROWS] for array in arrays if array.dim())
-    verdict = Judge(answer, tolerance(model, ROUNDING))(Batch(led, None, len(led[0])))
-    return lead if verdict.kind == "own" or (verdict.kind == "fixed" and lead.name.lower() in BATCHES) else None
+    batched = tuple(array[:MAX_ROWS] for array in arrays if array.dim())
+    verdict = Judge(batched_model, tolerance(model, ROUNDING))(Batch(batched, None, len(batched[0])))
+    return batch if verdict.kind == "own" or (verdict.kind == "fixed" and batch.name.lower() in BATCHES) else None
 
 
-def as_far_as_proven(
-    form: Form, leaves: Sequence[torch.Tensor], takes: Callable[[list[torch.Tensor]], bool]
-) -> tuple[Form, tuple[str, ...]]:
-    """``form`` with the dynamic sizes that the model ``takes``, and notes about changes. A size that must be a multiple gets a
+def keep_working_sizes(
+    spec: InputSpec, leaves: Sequence[torch.Tensor], takes: Callable[[list[torch.Tensor]], bool]
+) -> tuple[InputSpec, tuple[str, ...]]:
+    """``spec`` with the dynamic sizes that the model ``takes``, and notes about changes. A size that must be a multiple gets a
     step; a size that works with the example's value only is fixed."""
     known: dict[str, int | Dim] = {}
-    for name, dim in {size.name: size for shape in form.shapes for size in shape if isinstance(size, Dim)}.items():
+    for name, dim in {size.name: size for shape in spec.shapes for size in shape if isinstance(size, Dim)}.items():
 
         def works(size: int, name: str = name, dim: Dim = dim) -> bool:
             return size in dim and takes(
-                [_at_size(leaf, shape, name, size) for leaf, shape in zip(leaves, form.shapes, strict=True)]
+                [_at_size(leaf, shape, name, size) for leaf, shape in zip(leaves, spec.shapes, strict=True)]
             )
 
         now = next(
             leaf.shape[axis]
-            for leaf, shape in zip(leaves, form.shapes, strict=True)
+            for leaf, shape in zip(leaves, spec.shapes, strict=True)
             for axis, size in enumerate(shape)
             if isinstance(size, Dim) and size.name == name
         )
@@ -310,25 +312,25 @@ def as_far_as_proven(
         if isinstance(size, Dim)
     ]
     shapes = tuple(
-        tuple(known.get(size.name, size) if isinstance(size, Dim) else size for size in shape) for shape in form.shapes
+        tuple(known.get(size.name, size) if isinstance(size, Dim) else size for size in shape) for shape in spec.shapes
     )
-    return dataclasses.replace(form, shapes=shapes), tuple(notes)
+    return dataclasses.replace(spec, shapes=shapes), tuple(notes)
 
 
 def _at_size(leaf: torch.Tensor, shape: Sequence[int | Dim], name: str, size: int) -> torch.Tensor:
     return resized(leaf, [want.name if isinstance(want, Dim) else want for want in shape], name, size)
 
 
-def _calls(form: Form, arrays: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _calls(spec: InputSpec, arrays: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Split ``arrays`` into calls: they have rows for several calls, or an extra first axis over calls, or are one call."""
-    extra = {array.dim() - len(shape) for array, shape in zip(arrays, form.shapes, strict=True)}
+    extra = {array.dim() - len(shape) for array, shape in zip(arrays, spec.shapes, strict=True)}
     lengths = {_length(array) for array in arrays}
-    leads = {shape[0] if shape else 0 for shape in form.shapes}
+    leads = {shape[0] if shape else 0 for shape in spec.shapes}
     if extra == {1} and len(lengths) == 1:
-        return [[leaf.clone() for leaf in leaves] for leaves in zip(*(array[:MOST_ROWS] for array in arrays), strict=True)]
+        return [[leaf.clone() for leaf in leaves] for leaves in zip(*(array[:MAX_ROWS] for array in arrays), strict=True)]
     rows = leads.pop() if len(leads) == 1 else 0
     if extra == {0} and isinstance(rows, int) and rows and len(lengths) == 1 and lengths.pop() % rows == 0:
-        most = max(MOST_ROWS // rows, LEAST_CALLS) * rows
+        most = max(MAX_ROWS // rows, MIN_CALLS) * rows
         return [[leaf.clone() for leaf in part] for part in zip(*(torch.split(a[:most], rows) for a in arrays), strict=True)]
     return [list(arrays)]
 
@@ -346,19 +348,19 @@ def _cast(array: torch.Tensor, dtype: torch.dtype, name: str, path: pathlib.Path
     return array.to(dtype)
 
 
-def _about_random(form: Form, assumed: Mapping[str, int]) -> tuple[str, ...]:
+def _about_random(spec: InputSpec, assumed: Mapping[str, int]) -> tuple[str, ...]:
     note = (
-        f"The inputs are random numbers, because {form.source} brings none: speed and agreement with the original are measured "
+        f"The inputs are random numbers, because {spec.source} brings none: speed and agreement with the original are measured "
         "on them, but nothing is proven about real data, and quantizers that must see data are not tried. Give --inputs "
         "FILE.npz or FILE.safetensors with real ones."
     )
-    integers = [name for name, dtype in zip(form.names, form.dtypes, strict=True) if not dtype.is_floating_point]
-    if guessed := [name for name in integers if name not in form.bounds and name not in form.ones]:
+    integers = [name for name, dtype in zip(spec.names, spec.dtypes, strict=True) if not dtype.is_floating_point]
+    if guessed := [name for name in integers if name not in spec.bounds and name not in spec.ones]:
         note += f" Integers are 0 and 1 ({', '.join(guessed)})."
     sizes = ", ".join(f"{name}={size}" for name, size in assumed.items() if (name, size) != (BATCH, 1))
     if not sizes:
         return (note,)
-    return note, f"The file leaves sizes open, and these were taken: {sizes}. Say others with --shape {form.names[0]}=..."
+    return note, f"The file leaves sizes open, and these were taken: {sizes}. Say others with --shape {spec.names[0]}=..."
 
 
 def structure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Structure:

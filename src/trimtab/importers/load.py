@@ -16,7 +16,7 @@ from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.workload import Workload
 from trimtab.errors import IntegrityError, TrimtabError, UsageError
 from trimtab.importers.exported_program import ProgramFile
-from trimtab.importers.input_spec import Form, Inputs, inputs_of
+from trimtab.importers.input_spec import Inputs, InputSpec, inputs_of
 from trimtab.importers.onnx.load import OnnxFile
 from trimtab.importers.python_file import read_script
 from trimtab.importers.torchscript import ScriptFile
@@ -25,9 +25,9 @@ from trimtab.importers.transformers_folder import TransformersFolder, transforme
 HF = "hf:"
 FORMS = "file.py, file.py:name, package.module:name, a model file (.pt2, .pt, .onnx) or hf:FOLDER"
 SCRIPTS = (".pt", ".pth", ".jit", ".ts", ".torchscript")
-SENSELESS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError)
+FILE_ERRORS: tuple[type[Exception], ...] = (*MODEL_ERRORS, MemoryError)
 """Errors that an invalid model file can cause."""
-_NAMED = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+_PYTHON_REFERENCE = re.compile(r"\.py(:[A-Za-z_]\w*)?$|^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
 @checked_call("trimtab.load_workload")
@@ -60,15 +60,15 @@ def load_workload(
     text = os.fspath(path_of(reference, "The workload", "model.py"))
     given = {"inputs": inputs, "shapes": shapes, "task": task}
     if text.startswith(HF):  # first, because a folder's name may contain colons and suffixes
-        return _with_reference(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _words(text, given))
-    if _NAMED.search(text):
+        return _with_reference(_from_folder(text.removeprefix(HF), inputs, shapes or {}, task), _cli_words(text, given))
+    if _PYTHON_REFERENCE.search(text):
         _refuse_options(given, text, ())
         return read_script(text)
     path = pathlib.Path(text)
     if path.suffix in (".pt2", ".onnx", *SCRIPTS):
         _refuse_options(given, text, ("inputs", "shapes"))
         found = _from_file(path, None if inputs is None else pathlib.Path(inputs), shapes or {})
-        return _with_reference(found, _words(text, given))
+        return _with_reference(found, _cli_words(text, given))
     if os.path.isfile(os.path.join(text, "config.json")):
         raise UsageError(f"{text!r} is a folder. For the transformers model in it, write {HF + text!r}.")
     raise UsageError(f"{text!r} is not a workload. Write {FORMS}.")
@@ -76,25 +76,25 @@ def load_workload(
 
 def is_python(reference: str) -> bool:
     """Whether ``reference`` names Python code, which each worker process runs again."""
-    return not reference.startswith(HF) and _NAMED.search(reference) is not None
+    return not reference.startswith(HF) and _PYTHON_REFERENCE.search(reference) is not None
 
 
 @with_remedy("Export the model again, or bring it in a workload file: trimtab init custom.")
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
     if not os.path.isfile(path):  # False for a forbidden folder, where pathlib's is_file raises
         raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
-    with _understood(path):
+    with _as_integrity_error(path):
         return _workload(path, inputs, shapes)
 
 
 @contextlib.contextmanager
-def _understood(path: pathlib.Path) -> Iterator[None]:
+def _as_integrity_error(path: pathlib.Path) -> Iterator[None]:
     """Turn errors of the block, which runs no code of the user, into an :class:`IntegrityError` about ``path``."""
     try:
         yield
     except TrimtabError:
         raise
-    except SENSELESS as error:
+    except FILE_ERRORS as error:
         message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no more is known")
         raise IntegrityError(f"{path} holds no model that can be used: {type(error).__name__}: {message[:300]}") from error
 
@@ -105,24 +105,24 @@ def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[s
     notes: tuple[str, ...] = ()
     if path.suffix in SCRIPTS:
         model = ScriptFile(absolute)
-        form = model.form(inputs, shapes)
+        spec = model.input_spec(inputs, shapes)
     else:
         model = (ProgramFile if path.suffix == ".pt2" else OnnxFile)(absolute)
-        form = model.form()
-    found = inputs_of(form, inputs, shapes, model)
+        spec = model.input_spec()
+    found = inputs_of(spec, inputs, shapes, model)
     if not isinstance(model, ScriptFile):
-        form, notes = model.proven(form, found.example)
-    return _made(model, path.stem, form, found, notes)
+        spec, notes = model.verified_spec(spec, found.example)
+    return _to_workload(model, path.stem, spec, found, notes)
 
 
-def _made(model: Any, name: str, form: Form, found: Inputs, notes: tuple[str, ...] = ()) -> Workload:
+def _to_workload(model: Any, name: str, spec: InputSpec, found: Inputs, notes: tuple[str, ...] = ()) -> Workload:
     """A workload of a model file; characters that a workload's name must not have are left out of ``name``."""
     return Workload(
         model=model,
         inputs=found.example,
         name=re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "model",
         calibration=found.calibration,
-        dynamic=form.dims or None,
+        dynamic=spec.dims or None,
         notes=(*notes, *found.notes),
     )
 
@@ -133,9 +133,9 @@ def _from_folder(
 ) -> Workload:
     path = pathlib.Path(os.path.realpath(os.path.expanduser(folder)))  # unlike pathlib's methods these do not raise
     model = TransformersFolder(str(path), task)
-    with _understood(path):
-        form, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
-    return _made(model, path.name, form, found)
+    with _as_integrity_error(path):
+        spec, found = transformers_inputs(model, None if inputs is None else pathlib.Path(inputs), shapes)
+    return _to_workload(model, path.name, spec, found)
 
 
 def _with_reference(found: Workload, words: tuple[str, ...]) -> Workload:
@@ -144,7 +144,7 @@ def _with_reference(found: Workload, words: tuple[str, ...]) -> Workload:
     return found
 
 
-def _words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+def _cli_words(text: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     """The reference and its options as command-line words."""
     words = [text]
     for name, shape in (given["shapes"] or {}).items():

@@ -18,7 +18,7 @@ from trimtab._internal.user_code import user_code
 from trimtab.core.workload import Workload
 from trimtab.errors import UsageError
 
-MOST = 12
+MAX_NAMES = 12
 """Most names of a file that an error message lists."""
 
 
@@ -31,8 +31,8 @@ def read_script(text: str) -> Workload:
     """
     place, _, name = text.rpartition(":") if re.search(r":[A-Za-z_]\w*$", text) else (text, "", "")
     module = _run_file(pathlib.Path(place)) if place.endswith(".py") else _import(place)
-    with _arguments(text):
-        return _made(_pick(module, name, text), text)
+    with _script_argv(text):
+        return _as_workload(_pick(module, name, text), text)
 
 
 def _run_file(path: pathlib.Path) -> types.ModuleType:
@@ -46,7 +46,7 @@ def _run_file(path: pathlib.Path) -> types.ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    with user_code(f"{path} could not be run", _remedy(path)), _arguments(str(path)):
+    with user_code(f"{path} could not be run", _remedy(path)), _script_argv(str(path)):
         spec.loader.exec_module(module)
     return module
 
@@ -64,7 +64,7 @@ def _remedy(path: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def _arguments(*found: str) -> Iterator[None]:
+def _script_argv(*found: str) -> Iterator[None]:
     """Set ``sys.argv`` to ``found`` in the block, so that a script does not parse trimtab's arguments."""
     before = sys.argv
     sys.argv = list(found)
@@ -76,7 +76,7 @@ def _arguments(*found: str) -> Iterator[None]:
 
 def _import(name: str) -> types.ModuleType:
     sys.path.insert(0, os.getcwd())
-    with user_code(f"The module {name} could not be imported", f"Try it alone: python -c 'import {name}'"), _arguments(name):
+    with user_code(f"The module {name} could not be imported", f"Try it alone: python -c 'import {name}'"), _script_argv(name):
         try:
             found = importlib.util.find_spec(name)  # runs the parent packages
         except ModuleNotFoundError as error:
@@ -105,11 +105,11 @@ def _pick(module: types.ModuleType, name: str, text: str) -> Any:
         )
     raise UsageError(
         f"{text!r} defines {len(found)} workloads. Name one of them `workload`, or say which: {text}:NAME "
-        f"(they are: {', '.join(_workloads(module)[:MOST])})."
+        f"(they are: {', '.join(_workloads(module)[:MAX_NAMES])})."
     )
 
 
-def _made(found: Any, text: str) -> Workload:
+def _as_workload(found: Any, text: str) -> Workload:
     if not isinstance(found, Workload) and callable(found) and not isinstance(found, type):
         with user_code(f"{text!r} raised while it made the workload", "Call it yourself to see why."):
             found = found()
@@ -125,4 +125,4 @@ def _workloads(module: types.ModuleType) -> Sequence[str]:
 def _public(module: types.ModuleType) -> Sequence[str]:
     """Names to suggest in an error: workloads, and callables that may make one."""
     makers = [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
-    return [*_workloads(module), *makers][:MOST]
+    return [*_workloads(module), *makers][:MAX_NAMES]

@@ -17,7 +17,7 @@ from trimtab.core.signature import Dim
 from trimtab.data.batch_independence import FEW, ROUNDING, Judge
 from trimtab.data.batches import Batch
 from trimtab.errors import IntegrityError, UsageError
-from trimtab.importers.input_spec import Form, Shapes, parse_shape, random_tensor, read_tensors, structure_of
+from trimtab.importers.input_spec import InputSpec, Shapes, parse_shape, random_tensor, read_tensors, structure_of
 from trimtab.safe_load.archives import load_torchscript
 from trimtab.safe_load.zip_records import ZIP_ERRORS
 from trimtab.tensors.torchscript_modules import Beside
@@ -35,7 +35,7 @@ class ScriptFile:
         script = load_torchscript(self.path)
         return scripted(script, tuple(a.name for a in _arguments(script)))
 
-    def form(self, inputs: str | pathlib.Path | None, shapes: Shapes) -> Form:
+    def input_spec(self, inputs: str | pathlib.Path | None, shapes: Shapes) -> InputSpec:
         """Names of the inputs from the module's schema; sizes from ``inputs`` or ``shapes``, because the file does not store
         them.
 
@@ -65,11 +65,11 @@ class ScriptFile:
         whole = [tuple(found[name].shape) if name in found else stated[name][0] for name in names]
         single = [(rows, *shape[1:]) for shape in whole if shape]
         structure = structure_of([torch.empty(1, device="meta") for _ in names], {})
-        form = Form(source=source, names=names, dtypes=dtypes, shapes=tuple(whole), structure=structure)
-        if len(single) == len(whole) and _any_batch(self(), single, dtypes):
+        spec = InputSpec(source=source, names=names, dtypes=dtypes, shapes=tuple(whole), structure=structure)
+        if len(single) == len(whole) and _first_axis_is_batch(self(), single, dtypes):
             batch = Dim(BATCH)
-            return dataclasses.replace(form, shapes=tuple((batch, *shape[1:]) for shape in single))
-        return form
+            return dataclasses.replace(spec, shapes=tuple((batch, *shape[1:]) for shape in single))
+        return spec
 
     def _tensor_names(self, script: torch.jit.ScriptModule) -> tuple[str, ...]:
         wanted = []
@@ -100,7 +100,7 @@ def _forward(names: tuple[str, ...]) -> Any:
     return forward
 
 
-def _any_batch(module: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> bool:
+def _first_axis_is_batch(module: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> bool:
     """Whether the first axis is the batch: the outputs of rows do not depend on the other rows, at twice the number of rows."""
     generator = torch.Generator().manual_seed(0)
     rows = max(2 * shapes[0][0], FEW)

@@ -20,7 +20,7 @@ from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.signature import Dim
 from trimtab.core.technique import require
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.importers.input_spec import Form, Inputs, Shapes, inputs_of, random_tensor, structure_of
+from trimtab.importers.input_spec import Inputs, InputSpec, Shapes, inputs_of, random_tensor, structure_of
 
 TASKS = {
     "audio-classification": ("AutoModelForAudioClassification",),
@@ -113,7 +113,7 @@ class TransformersFolder:
         return model.eval(), sorted(found["missing_keys"])
 
 
-def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None, shapes: Shapes) -> tuple[Form, Inputs]:
+def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None, shapes: Shapes) -> tuple[InputSpec, Inputs]:
     """The inputs that the model takes, and example inputs: given ones, else sentences through the folder's tokenizer, else
     random.
 
@@ -131,14 +131,14 @@ def transformers_inputs(source: TransformersFolder, inputs: pathlib.Path | None,
                 "--task out, or take a folder that was trained for it."
             )
         notes.append(f"The folder has no weights for {few}; they are random, and so is what comes out of them.")
-    form = _form(model, folder)
-    if inputs is None and not shapes and "input_ids" in form.names:
+    spec = _input_spec(model, folder)
+    if inputs is None and not shapes and "input_ids" in spec.names:
         tokenizer = _tokenizer(folder)
         if not isinstance(tokenizer, str):
-            return _from_sentences(form, tokenizer, notes)
+            return _from_sentences(spec, tokenizer, notes)
         notes.append(tokenizer)
-    found = inputs_of(form, inputs, shapes)
-    return form, dataclasses.replace(found, notes=(*notes, *found.notes))
+    found = inputs_of(spec, inputs, shapes)
+    return spec, dataclasses.replace(found, notes=(*notes, *found.notes))
 
 
 def _check_folder(folder: pathlib.Path) -> None:
@@ -171,21 +171,21 @@ def _architecture(config: Any) -> str:
     return str(names[0])
 
 
-def _form(model: Any, folder: pathlib.Path) -> Form:
+def _input_spec(model: Any, folder: pathlib.Path) -> InputSpec:
     """The inputs by the kind of model, according to its main input and the sizes in its configuration."""
     config, taken = model.config, set(inspect.signature(model.forward).parameters)
     shapes: dict[str, tuple[int | Dim, ...]] = {}
     batch = Dim("batch")
     both = hasattr(config, "text_config") and hasattr(config, "vision_config")
     if model.main_input_name == "input_ids" or (both and "input_ids" in taken):
-        text = (batch, Dim("length", max=_longest(model, config)))
+        text = (batch, Dim("length", max=_max_tokens(model, config)))
         shapes |= {name: text for name in ("input_ids", "attention_mask") if name in taken}
     if model.main_input_name == "pixel_values" or (both and "pixel_values" in taken):
         shapes["pixel_values"] = (batch, *_image_size(config, folder))
     if model.main_input_name in ("input_values", "input_features"):
         shapes[model.main_input_name] = (batch, *_audio_size(config, model.main_input_name))
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in taken:
-        shapes["decoder_input_ids"] = (batch, Dim("decoder_length", max=_longest(model, config)))
+        shapes["decoder_input_ids"] = (batch, Dim("decoder_length", max=_max_tokens(model, config)))
     if not shapes:
         raise UsageError(
             f"{type(model).__name__} takes {model.main_input_name!r}, which is not known here. Write a workload file: "
@@ -193,7 +193,7 @@ def _form(model: Any, folder: pathlib.Path) -> Form:
         )
     dtypes = tuple(model.dtype if name in _FLOATS else torch.int64 for name in shapes)
     vocabulary = getattr(getattr(config, "text_config", config), "vocab_size", None) or getattr(config, "vocab_size", None)
-    return Form(
+    return InputSpec(
         source=f"hf:{folder.name}",
         names=tuple(shapes),
         dtypes=dtypes,
@@ -204,7 +204,7 @@ def _form(model: Any, folder: pathlib.Path) -> Form:
     )
 
 
-def _longest(model: nn.Module, config: Any) -> int | None:
+def _max_tokens(model: nn.Module, config: Any) -> int | None:
     """Most tokens that the position table allows, without the rows for padding; ``None`` without a table."""
     text = getattr(config, "text_config", config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
@@ -260,22 +260,22 @@ def _tokenizer(folder: pathlib.Path) -> Any:
         )
 
 
-def _from_sentences(form: Form, tokenizer: Any, notes: list[str]) -> tuple[Form, Inputs]:
+def _from_sentences(spec: InputSpec, tokenizer: Any, notes: list[str]) -> tuple[InputSpec, Inputs]:
     """Inputs from :data:`SENTENCES`, one call per sentence, restricted to those that the model takes."""
-    most = next((s.max for shape in form.shapes for s in shape if isinstance(s, Dim) and s.name == "length"), None) or 128
+    most = next((s.max for shape in spec.shapes for s in shape if isinstance(s, Dim) and s.name == "length"), None) or 128
     ids = [tokenizer(text, truncation=True, max_length=min(most, 128))["input_ids"] for text in SENTENCES]
     generator = torch.Generator().manual_seed(0)
     calls = []
     for row in ids:
         tokens = torch.tensor([row])
         made = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens[:, :4]}
-        for name, dtype, shape in zip(form.names, form.dtypes, form.shapes, strict=True):
+        for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True):
             if name not in made:  # the image of a model of text and images
                 made[name] = random_tensor([1, *(s for s in shape[1:] if isinstance(s, int))], dtype, generator)
-        calls.append(form.place([made[name] for name in form.names]))
+        calls.append(spec.workload_inputs([made[name] for name in spec.names]))
     what = f"The inputs are {len(calls)} English sentences that come with trimtab, through the folder's own tokenizer."
     notes.append(f"{what} For your own data and labels write a workload file: trimtab init FOLDER.")
-    return form, Inputs(example=calls[1], calibration=[*calls[:1], *calls[2:]], notes=tuple(notes))
+    return spec, Inputs(example=calls[1], calibration=[*calls[:1], *calls[2:]], notes=tuple(notes))
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:

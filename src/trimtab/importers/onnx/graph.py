@@ -18,11 +18,11 @@ from trimtab.importers.onnx import (
     layers,
     legacy_operators,  # noqa: F401  importing it registers the operators
 )
-from trimtab.importers.onnx.operators import DTYPES, OPS, SEVERAL, TENSORS_ONLY
-from trimtab.importers.onnx.values import MOST_HOST, Host, host, tensor, unsupported
+from trimtab.importers.onnx.operators import DTYPES, MULTI_OUTPUT, OPS, TENSORS_ONLY
+from trimtab.importers.onnx.values import MAX_HOST_VALUES, Host, host, tensor, unsupported
 
-STANDARD = ("", "ai.onnx")
-ONCE_ATTRIBUTES = {
+STANDARD_DOMAINS = ("", "ai.onnx")
+FORMER_ATTRIBUTES = {
     "Pad": ("pads", "value"),
     "Slice": ("starts", "ends", "axes"),
     "Split": ("split",),
@@ -32,7 +32,7 @@ ONCE_ATTRIBUTES = {
     "Upsample": ("scales",),
 }
 """Operator -> attributes of older opsets that are inputs now, in order."""
-NUMBERS_FOR = {"Pad", "Resize", "Upsample"}
+PYTHON_NUMBER_INPUTS = {"Pad", "Resize", "Upsample"}
 """Operators whose scales or fill values are passed as Python numbers, because exporters cannot read them from weights."""
 
 
@@ -66,7 +66,8 @@ def graph_inputs(model: Any) -> list[Any]:
 
 
 def _refuse_unknown(model: Any) -> None:
-    found = {f"{node.domain}.{node.op_type}" if node.domain not in STANDARD else node.op_type for node in model.graph.node}
+    kinds = [(node.domain, node.op_type) for node in model.graph.node]
+    found = {kind if domain in STANDARD_DOMAINS else f"{domain}.{kind}" for domain, kind in kinds}
     if unknown := sorted(found - set(OPS) - {"Constant", "LSTM", "GRU"}):
         raise unsupported(f"it holds the operator{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}, not known here")
     if model.graph.sparse_initializer:
@@ -78,14 +79,14 @@ class _Importer:
         onnx = require("onnx")
         self._helper, self._numpy = onnx.helper, onnx.numpy_helper
         self._model = model
-        self._opset = next((item.version for item in model.opset_import if item.domain in STANDARD), 1)
+        self._opset = next((item.version for item in model.opset_import if item.domain in STANDARD_DOMAINS), 1)
         self._root = nn.Module()
         self._graph = fx.Graph()
         self._constants: dict[str, Any] = {}
         self._nodes: dict[str, fx.Node] = {}
         self._uses: dict[str, list[Any]] = {}
         self._skipped: set[int] = set()
-        self._ranks, self._floats = _inferred(model)
+        self._ranks, self._floats = _infer_shapes(model)
         for node in model.graph.node:
             for name in node.input:
                 self._uses.setdefault(name, []).append(node)
@@ -131,26 +132,26 @@ class _Importer:
         names = list(node.input)
         while names and not names[-1]:
             names.pop()
-        attributes = self._adapted(kind, attributes, names, len(node.output))
+        attributes = self._newest_attributes(kind, attributes, names, len(node.output))
         _check_attributes(node.op_type, function, attributes)
         tensors = TENSORS_ONLY.get(node.op_type, 0)
         if all(name in self._constants or not name for name in names) and names:
             given = [self._constants.get(name) for name in names]
-            self._store(node, function(*map(tensor, given[:tensors]), *given[tensors:], **attributes))
+            self._bind_constants(node, function(*map(tensor, given[:tensors]), *given[tensors:], **attributes))
             return
         arguments = [self._argument(names[0])] if names else []
-        arguments += [self._plainly(name) if kind in NUMBERS_FOR else self._argument(name) for name in names[1:]]
+        arguments += [self._as_numbers(name) if kind in PYTHON_NUMBER_INPUTS else self._argument(name) for name in names[1:]]
         for place, name in enumerate(names[:tensors]):
             arguments[place] = self._as_tensor(name, arguments[place])
-        self._put(node, self._graph.call_function(function, tuple(arguments), attributes))
+        self._bind_outputs(node, self._graph.call_function(function, tuple(arguments), attributes))
 
-    def _store(self, node: Any, values: Any) -> None:
-        several = values if node.op_type in SEVERAL else (values,)
+    def _bind_constants(self, node: Any, values: Any) -> None:
+        several = values if node.op_type in MULTI_OUTPUT else (values,)
         for name, value in zip(node.output, several, strict=False):
             self._constants[name] = _as_host(value) if isinstance(value, torch.Tensor) else value
 
-    def _put(self, node: Any, made: fx.Node) -> None:
-        if node.op_type in SEVERAL:
+    def _bind_outputs(self, node: Any, made: fx.Node) -> None:
+        if node.op_type in MULTI_OUTPUT:
             for number, name in enumerate(node.output):
                 if name:
                     self._nodes[name] = self._graph.call_function(operator.getitem, (made, number))
@@ -172,8 +173,8 @@ class _Importer:
             self._nodes[name] = self._weight(value) if isinstance(value, torch.Tensor) else self._numbers(value)
         return self._nodes[name]
 
-    def _plainly(self, name: str) -> Any:
-        """Like :meth:`_argument`, but constants are passed as lists of Python numbers."""
+    def _as_numbers(self, name: str) -> Any:
+        """Like :meth:`_argument`, but a constant tensor becomes a list of Python numbers."""
         value = self._constants.get(name)
         return value.flatten().tolist() if isinstance(value, torch.Tensor) else self._argument(name)
 
@@ -203,21 +204,21 @@ class _Importer:
             return value.decode("utf-8", "replace")
         return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
-    def _adapted(self, kind: str, attributes: dict[str, Any], names: list[str], outputs: int) -> dict[str, Any]:
+    def _newest_attributes(self, kind: str, attributes: dict[str, Any], names: list[str], outputs: int) -> dict[str, Any]:
         """The attributes in the form of the newest opset."""
         if kind in ("Softmax", "LogSoftmax") and self._opset < 13:
             axis = attributes.get("axis", 1)
             rank = self._ranks.get(names[0])
             last = rank is not None and axis % rank == rank - 1
             attributes = {**attributes, "axis": -1} if last else {**attributes, "axis": axis, "rest": 1}
-        once = ("axes",) if kind.startswith("Reduce") else ONCE_ATTRIBUTES.get(kind, ())
-        if any(name in attributes for name in once):
-            for name in once:
+        former = ("axes",) if kind.startswith("Reduce") else FORMER_ATTRIBUTES.get(kind, ())
+        if any(name in attributes for name in former):
+            for name in former:
                 made = f"{name}/{len(self._constants)}" if name in attributes else ""
                 if made:
                     self._constants[made] = _plain(attributes[name])
                 names.append(made)
-            attributes = {key: value for key, value in attributes.items() if key not in once}
+            attributes = {key: value for key, value in attributes.items() if key not in former}
         if kind == "Dropout":  # an attribute up to opset 11; inference needs neither form
             attributes = {key: value for key, value in attributes.items() if key != "ratio"}
         if kind == "Split" and len(names) == 1 and "num_outputs" not in attributes:
@@ -272,7 +273,7 @@ class _Importer:
             raise unsupported(f"an {node.op_type} in it has peepholes")
         module = layers.recurrent_module(node.op_type, [rest[0], rest[1], bias], attributes)
         states = [self._argument(name) for name in node.input[5:7] if name]
-        self._put(node, self._call(module, [self._argument(node.input[0]), *states]))
+        self._bind_outputs(node, self._call(module, [self._argument(node.input[0]), *states]))
         return True
 
     def _call(self, module: nn.Module, arguments: list[Any]) -> fx.Node:
@@ -283,13 +284,13 @@ class _Importer:
 
 def _is_linear(attributes: dict[str, Any], rest: list[Any]) -> bool:
     plain = attributes.get("alpha", 1.0) == 1 and attributes.get("beta", 1.0) == 1 and not attributes.get("transA", 0)
-    outside = rest[0].shape[0] if attributes.get("transB", 0) else rest[0].shape[1]
-    return plain and (len(rest) < 2 or rest[1] is None or rest[1].shape == (outside,))
+    out_features = rest[0].shape[0] if attributes.get("transB", 0) else rest[0].shape[1]
+    return plain and (len(rest) < 2 or rest[1] is None or rest[1].shape == (out_features,))
 
 
 def _as_host(value: torch.Tensor) -> Any:
     """``value``, or a :class:`Host` for a small vector or scalar of int64."""
-    if value.dtype == torch.int64 and value.dim() <= 1 and value.numel() <= MOST_HOST:
+    if value.dtype == torch.int64 and value.dim() <= 1 and value.numel() <= MAX_HOST_VALUES:
         return Host(value.flatten().tolist(), value.dim() == 0)
     return value
 
@@ -309,7 +310,7 @@ def _check_attributes(kind: str, function: Any, attributes: dict[str, Any]) -> N
         raise unsupported(f"the attribute {odd[0]!r} of its {kind} is not known here")
 
 
-def _inferred(model: Any) -> tuple[dict[str, int], set[str]]:
+def _infer_shapes(model: Any) -> tuple[dict[str, int], set[str]]:
     """Number of axes of each value, and names of the floating-point values, as far as ONNX infers them."""
     onnx = require("onnx")
     try:

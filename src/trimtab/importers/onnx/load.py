@@ -19,8 +19,8 @@ from trimtab.core.signature import Dim
 from trimtab.core.technique import require
 from trimtab.core.workload import as_call
 from trimtab.errors import IntegrityError, UsageError
-from trimtab.importers.input_spec import Form, as_far_as_proven, structure_of
-from trimtab.importers.onnx.graph import STANDARD, graph_inputs, identifiers, import_graph
+from trimtab.importers.input_spec import InputSpec, keep_working_sizes, structure_of
+from trimtab.importers.onnx.graph import STANDARD_DOMAINS, graph_inputs, identifiers, import_graph
 from trimtab.importers.onnx.operators import DTYPES
 from trimtab.importers.onnx.session import open_session, runtime_errors
 from trimtab.tensors.comparison import is_discrete, too_many_differ
@@ -30,7 +30,7 @@ from trimtab.tensors.weights import tolerance
 TOLERANCE = 1e-3
 """Largest error against ONNX Runtime, relative to the largest value. Two correct float32 runtimes differ by far less."""
 HUGE = 1e30
-MOST_INLINED, LEAST_NODE, MOST_NESTED = 2_000_000_000, 1000, 100
+MAX_INLINED_BYTES, MIN_NODE_BYTES, MAX_NESTED_CALLS = 2_000_000_000, 1000, 100
 """Limits for inlining functions: total bytes, bytes that a node counts at least, and nested calls."""
 
 
@@ -49,12 +49,12 @@ class OnnxFile:
         """
         return import_graph(read_model(self.path))
 
-    def form(self) -> Form:
+    def input_spec(self) -> InputSpec:
         """Names, dtypes and shapes of the graph's inputs."""
         items = graph_inputs(read_model(self.path, weights=False))
         source = pathlib.Path(self.path).name
         names = tuple(identifiers([item.name for item in items]))
-        return Form(
+        return InputSpec(
             source=source,
             names=names,
             dtypes=tuple(_dtype(item, source) for item in items),
@@ -62,8 +62,8 @@ class OnnxFile:
             structure=structure_of([torch.empty(1, device="meta") for _ in items], {}),
         )
 
-    def proven(self, form: Form, example: Any) -> tuple[Form, tuple[str, ...]]:
-        """``form`` with only those dynamic sizes that work, and notes. Compares the imported module with ONNX Runtime.
+    def verified_spec(self, spec: InputSpec, example: Any) -> tuple[InputSpec, tuple[str, ...]]:
+        """``spec`` with only those dynamic sizes that work, and notes. Compares the imported module with ONNX Runtime.
 
         Raises:
             UsageError: the outputs differ, because of a bug of the importer; the message says by how much.
@@ -71,19 +71,19 @@ class OnnxFile:
         module = self()
         session, unoptimized = _session(self.path)
         args, _ = as_call(example)
-        if reason := _refused(session, list(args)):
-            tried = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in zip(form.names, args, strict=True))
+        if reason := _runtime_error(session, list(args)):
+            tried = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in zip(spec.names, args, strict=True))
             raise UsageError(
-                f"ONNX Runtime cannot run {form.source} on inputs of these sizes: {tried}. It says: {reason}. State the sizes "
-                f"that the model takes, as in --shape {form.names[0]}=1x10, or give real inputs with --inputs FILE.npz."
+                f"ONNX Runtime cannot run {spec.source} on inputs of these sizes: {tried}. It says: {reason}. State the sizes "
+                f"that the model takes, as in --shape {spec.names[0]}=1x10, or give real inputs with --inputs FILE.npz."
             )
         if reason := _difference(module, session, list(args)):
             raise UsageError(
-                f"{form.source} was brought back to PyTorch, but {reason}. It cannot be used; please report the model, and "
+                f"{spec.source} was brought back to PyTorch, but {reason}. It cannot be used; please report the model, and "
                 "start from the PyTorch model that it was exported from."
             )
-        found, notes = as_far_as_proven(form, list(args), lambda leaves: _difference(module, session, leaves) is None)
-        equal = f"{form.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs."
+        found, notes = keep_working_sizes(spec, list(args), lambda leaves: _difference(module, session, leaves) is None)
+        equal = f"{spec.source} was brought back to PyTorch; its answers are those of ONNX Runtime on the example inputs."
         return found, (equal, *notes, *([unoptimized] if unoptimized else []))
 
 
@@ -118,43 +118,43 @@ def _check_functions(model: Any, path: str) -> None:
     Raises:
         IntegrityError: a limit is exceeded, or a function has a graph as attribute, which only control flow needs.
     """
-    bodies = {_named(item, item.name): list(_within(item.node)) for item in model.functions}
+    bodies = {_function_key(item, item.name): list(_nested_nodes(item.node)) for item in model.functions}
     known: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def inlined(nodes: list[Any], depth: int) -> tuple[int, int]:
         """Bytes of ``nodes`` with all inlined calls, and the depth of nested calls."""
-        size, deepest = sum(max(node.ByteSize(), LEAST_NODE) for node in nodes), 0
+        size, deepest = sum(max(node.ByteSize(), MIN_NODE_BYTES) for node in nodes), 0
         for node in nodes:
-            if (key := _named(node, node.op_type)) not in bodies:
+            if (key := _function_key(node, node.op_type)) not in bodies:
                 continue
             if any(item.type in (item.GRAPH, item.GRAPHS) for item in node.attribute):
                 raise IntegrityError(f"{path} gives a graph to a function, as control flow does; it is not read.")
-            if key not in known and depth < MOST_NESTED:
+            if key not in known and depth < MAX_NESTED_CALLS:
                 known[key] = inlined(bodies[key], depth + 1)
-            more, below = known.get(key, (0, MOST_NESTED))  # unknown: nested too deep, perhaps recursive
+            more, below = known.get(key, (0, MAX_NESTED_CALLS))  # unknown: nested too deep, perhaps recursive
             size, deepest = size + more, max(deepest, below + 1)
         return size, deepest
 
-    size, deepest = inlined(list(_within(model.graph.node)), 0)
-    if size > MOST_INLINED or deepest > MOST_NESTED:
+    size, deepest = inlined(list(_nested_nodes(model.graph.node)), 0)
+    if size > MAX_INLINED_BYTES or deepest > MAX_NESTED_CALLS:
         raise IntegrityError(
-            f"{path} holds functions that call each other too often or too deep: at most {MOST_INLINED / 1e9:.0f} GB and "
-            f"{MOST_NESTED} calls in each other are read."
+            f"{path} holds functions that call each other too often or too deep: at most {MAX_INLINED_BYTES / 1e9:.0f} GB and "
+            f"{MAX_NESTED_CALLS} calls in each other are read."
         )
 
 
-def _named(item: Any, name: str) -> tuple[str, str, str]:
+def _function_key(item: Any, name: str) -> tuple[str, str, str]:
     """The key by which a node finds its function."""
-    return "" if item.domain in STANDARD else item.domain, name, getattr(item, "overload", "")
+    return "" if item.domain in STANDARD_DOMAINS else item.domain, name, getattr(item, "overload", "")
 
 
-def _within(nodes: Any) -> Iterator[Any]:
-    """``nodes``, and the nodes of all nested graphs."""
+def _nested_nodes(nodes: Any) -> Iterator[Any]:
+    """``nodes``, and the nodes of the graphs in their attributes."""
     for node in nodes:
         yield node
         for item in node.attribute:
             for graph in (*([item.g] if item.type == item.GRAPH else []), *item.graphs):
-                yield from _within(graph.node)
+                yield from _nested_nodes(graph.node)
 
 
 def _session(path: str) -> tuple[Any, str | None]:
@@ -167,7 +167,7 @@ def _session(path: str) -> tuple[Any, str | None]:
         raise UsageError(with_fix(problem, "Start from the PyTorch model that it was exported from.")) from error
 
 
-def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
+def _runtime_outputs(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
     """The outputs of ONNX Runtime.
 
     Raises:
@@ -186,10 +186,10 @@ def _answers(session: Any, leaves: list[torch.Tensor]) -> list[Any]:
     return found
 
 
-def _refused(session: Any, leaves: list[torch.Tensor]) -> str | None:
-    """The error of ONNX Runtime for ``leaves``; ``None`` if it runs."""
+def _runtime_error(session: Any, leaves: list[torch.Tensor]) -> str | None:
+    """The error that ONNX Runtime raises for ``leaves``; ``None`` if it runs."""
     try:
-        _answers(session, leaves)
+        _runtime_outputs(session, leaves)
     except RuntimeError as error:
         return str(error)
     return None
@@ -198,7 +198,7 @@ def _refused(session: Any, leaves: list[torch.Tensor]) -> str | None:
 def _difference(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> str | None:
     """How the outputs of ``module`` and of ONNX Runtime differ, as text; ``None`` if they agree."""
     try:
-        wanted = _answers(session, leaves)
+        wanted = _runtime_outputs(session, leaves)
     except RuntimeError as error:
         return f"ONNX Runtime itself fails: {error}"
     try:
@@ -217,17 +217,17 @@ def _difference(module: nn.Module, session: Any, leaves: list[torch.Tensor]) -> 
                 return f"its output {number} is not what ONNX Runtime gives: {turned}"
             continue
         a, b = ours.double(), other.double()
-        usual = _usual(b)
-        if not torch.equal(_usual(a), usual) or not torch.equal(a[~usual].sign().nan_to_num(), b[~usual].sign().nan_to_num()):
+        mask = _finite(b)
+        if not torch.equal(_finite(a), mask) or not torch.equal(a[~mask].sign().nan_to_num(), b[~mask].sign().nan_to_num()):
             return f"its output {number} has NaN or infinity where ONNX Runtime has none, or the other way round"
-        worst, size = (float(values[usual].abs().max()) if usual.any() else 0.0 for values in (a - b, b))
+        worst, size = (float(values[mask].abs().max()) if mask.any() else 0.0 for values in (a - b, b))
         if worst > tolerance(module, TOLERANCE) * max(size, TOLERANCE):
             return f"its output {number} is off by {worst:.3g} from what ONNX Runtime gives"
     return None
 
 
-def _usual(values: torch.Tensor) -> torch.Tensor:
-    """Mask of ``values`` that are not NaN, infinite, or huge stand-ins for infinity in attention masks."""
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """Mask of the finite ``values``. Huge values count as infinite: attention masks use them in its place."""
     return values.isfinite() & (values.abs() < HUGE)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from trimtab.importers.onnx.values import Host, elementwise, ints, tensor, unsupported
 
 OPS: dict[str, Callable[..., Any]] = {}
-SEVERAL = {"Split", "TopK", "LSTM", "GRU"}
+MULTI_OUTPUT = {"Split", "TopK", "LSTM", "GRU"}
 """Operators whose function returns a tuple."""
 
 TENSORS_ONLY = {
@@ -123,7 +123,7 @@ less, less_equal = OPS["Less"], OPS["LessOrEqual"]
 """Module-level names for the generated code of a graph."""
 
 
-def _extreme(on_numbers: Callable[..., Any], on_tensors: Callable[..., Any], values: Sequence[Any]) -> Any:
+def _reduce_values(on_numbers: Callable[..., Any], on_tensors: Callable[..., Any], values: Sequence[Any]) -> Any:
     found = values[0]
     for other in values[1:]:
         found = elementwise("extreme", on_numbers, on_tensors)(found, other)
@@ -132,17 +132,17 @@ def _extreme(on_numbers: Callable[..., Any], on_tensors: Callable[..., Any], val
 
 @op("Max")
 def maximum(*values: Any) -> Any:
-    return _extreme(max, torch.maximum, values)
+    return _reduce_values(max, torch.maximum, values)
 
 
 @op("Min")
 def minimum(*values: Any) -> Any:
-    return _extreme(min, torch.minimum, values)
+    return _reduce_values(min, torch.minimum, values)
 
 
 @op("Sum")
 def sum_(*values: torch.Tensor) -> Any:
-    return _extreme(operator.add, torch.add, values)
+    return _reduce_values(operator.add, torch.add, values)
 
 
 @op("Mean")

@@ -9,9 +9,9 @@ import torch
 
 from trimtab.errors import UsageError
 
-MOST_HOST = 64
+MAX_HOST_VALUES = 64
 """Integer constants with at most this many entries are kept as Python numbers."""
-MOST_VALUES = 2**16
+MAX_COMPUTED_VALUES = 2**16
 """Most entries of values that are computed from such constants."""
 
 
@@ -24,7 +24,7 @@ class Host:
 
     def __init__(self, values: list[Any], scalar: bool) -> None:
         if not torch.compiler.is_compiling():  # for symbolic sizes the check would add a guard
-            _refuse_endless(values)
+            _check_bounds(values)
         self.values = values
         self.scalar = scalar
 
@@ -32,9 +32,9 @@ class Host:
 Value = torch.Tensor | Host
 
 
-def _refuse_endless(values: list[Any]) -> None:
-    """Refuse very long lists and integers beyond 64 bits: a crafted file could make Python compute without end."""
-    if len(values) > MOST_VALUES or any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
+def _check_bounds(values: list[Any]) -> None:
+    """Refuse very long lists and integers beyond 64 bits, with which a crafted file could make Python compute without end."""
+    if len(values) > MAX_COMPUTED_VALUES or any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
         raise unsupported("it computes with whole numbers beyond 64 bits, or with very many of them")
 
 
