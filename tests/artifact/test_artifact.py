@@ -654,17 +654,17 @@ def test_what_a_quiet_machine_measures_stands_beside_the_artifact(folder: pathli
     assert busy == "Other processes used 85% of the CPUs meanwhile. Verify again when the machine is quiet."
     wide = dataclasses.replace(quiet, ratio=Interval(6.0, 2.0, 150.0))
     assert "between 2.00 and 150.00, which is no figure" in str(verified.why_not_recorded(wide))
-    file = verified.record(folder, artifact.manifest, quiet)
+    file = verified.write_record(folder, artifact.manifest, quiet)
     assert file == folder.with_name("artifact.verified.json")
     artifact.check()
-    found = verified.recorded(folder)
+    found = verified.read_record(folder)
     assert found is not None
     assert found.speed == quiet
     assert str(found).startswith("2.00x (")
     reseal(folder, lambda data: data.update(notes=["another artifact"]))
-    assert verified.recorded(folder) is None
+    assert verified.read_record(folder) is None
     file.write_text("{")
-    assert verified.recorded(folder) is None
+    assert verified.read_record(folder) is None
 
 
 class Pipeline(nn.Module):

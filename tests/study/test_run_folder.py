@@ -10,7 +10,7 @@ import tempfile
 import pytest
 from test_artifact import write
 
-from trimtab.artifact.staging import fresh_folder, refuse_others
+from trimtab.artifact.staging import check_replaceable, fresh_folder
 from trimtab.errors import ArtifactError
 from trimtab.study.run_folder import exclusive, starting_afresh
 
@@ -119,7 +119,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_made() -
         else:
             artifact.path.chmod(0o555)
         try:
-            for refused in (lambda: refuse_others(artifact.path), lambda: artifact.save(artifact.path)):
+            for refused in (lambda: check_replaceable(artifact.path), lambda: artifact.save(artifact.path)):
                 with pytest.raises(ArtifactError, match=r"artifact may not be written, so no artifact can take its place. Let"):
                     refused()
             assert os.listdir(name) == ["artifact"]

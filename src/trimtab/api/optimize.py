@@ -19,7 +19,7 @@ from trimtab._internal.text import of_type
 from trimtab._internal.units import positive, seconds
 from trimtab._internal.user_code import refuse_in_worker
 from trimtab._internal.validation import checked_call
-from trimtab.artifact.staging import refuse_others
+from trimtab.artifact.staging import check_replaceable
 from trimtab.core.limits import Limits
 from trimtab.core.workload import Workload
 from trimtab.errors import TrimtabError, UsageError
@@ -150,7 +150,7 @@ def optimize(
         began = progress.began_at or began  # the command line's clock also counts the imports
         command = command_line(workload, options, budget, trials, folder)
         with starting_afresh(folder) if fresh else contextlib.nullcontext():
-            refuse_others(folder / ARTIFACT)  # before the search, not after it
+            check_replaceable(folder / ARTIFACT)  # before the search, not after it
             study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
         study.record().write(folder)
         return _conclude(study, began, *_search(study, began, limit_s, study.besides_baseline(most)))

@@ -53,7 +53,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
     if (reason := verified.why_not_recorded(here)) is not None:
         return dataclasses.replace(found, record_reason=reason)
     try:
-        return dataclasses.replace(found, record=str(verified.record(pathlib.Path(path), manifest, here)))
+        return dataclasses.replace(found, record=str(verified.write_record(pathlib.Path(path), manifest, here)))
     except OSError as error:
-        why = f"{verified.beside(pathlib.Path(path))} cannot be written: {error.strerror or error}."
+        why = f"{verified.record_path(pathlib.Path(path))} cannot be written: {error.strerror or error}."
         return dataclasses.replace(found, record_reason=why)

@@ -28,7 +28,7 @@ from trimtab.artifact.manifest import (
     check_files,
     findings,
     read_manifest,
-    unreadable,
+    version_mismatch,
 )
 from trimtab.artifact.parity import LOAD_ERRORS, Parities, check_case, parities
 from trimtab.artifact.staging import fresh_folder
@@ -87,7 +87,7 @@ class Artifact:
         facts = self.manifest.baseline
         if facts is None:
             return None
-        backend = _made(lambda: technique_from_json(BACKENDS, facts.backend))
+        backend = _installed_backend(lambda: technique_from_json(BACKENDS, facts.backend))
         return _load(backend, self.path / BASELINE, facts.signature, facts.settings, False, self.manifest.environment)
 
     @with_remedy(COPY)
@@ -156,11 +156,11 @@ class Verification:
     promised: Any
     """The speed-up over the baseline that was measured when the artifact was made."""
     baseline_speedup: Any = None
-    """The same for the original model in the artifact (an exported program), over the baseline."""
+    """Speed-up of the original in the artifact (an exported program) over the baseline, measured when the artifact was made."""
     record: str | None = None
     """The file beside the artifact into which the speed was written."""
     record_reason: str | None = None
-    """Why a measured speed was not written into one."""
+    """Why a measured speed was not written."""
 
 
 def write_artifact(
@@ -346,13 +346,13 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False) -> Verification
 
 @with_remedy(COPY)
 def _backend(manifest: Manifest) -> Backend:
-    backend = _made(lambda: manifest.backend)
+    backend = _installed_backend(lambda: manifest.backend)
     if backend.native_code != manifest.native_code:
         raise IntegrityError(f"{MANIFEST} is wrong about whether {backend.name} files are machine code.")
     return backend
 
 
-def _made(make: Callable[[], Backend]) -> Backend:
+def _installed_backend(make: Callable[[], Backend]) -> Backend:
     try:
         return make()
     except (UsageError, TypeError) as error:
@@ -372,7 +372,7 @@ def _load(
     try:
         return _read(backend, folder, signature, settings)
     except IntegrityError as error:
-        if (explained := unreadable(error, backend.packages, proven)) is None:
+        if (explained := version_mismatch(error, backend.packages, proven)) is None:
             raise
         raise explained from error
 

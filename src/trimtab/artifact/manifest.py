@@ -52,7 +52,7 @@ LABELS = {
     "cold_s": "seconds to the first answer",
     "baseline_speedup": "speed-up of the original in this folder over the model as written",
 }
-"""What a reader calls the figures of the evidence."""
+"""Labels of the evidence figures for readers."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+@-]*)*")
 
 
@@ -116,7 +116,7 @@ class Manifest:
     module: BaselineFacts | None = None
     """The compressed network as an exported program, for training it further; ``None`` if the recipe compresses nothing."""
     module_reason: str | None = None
-    """Why there is none, although the recipe compresses."""
+    """Why there is no module, although the recipe compresses."""
 
     @property
     def backend(self) -> Backend:
@@ -164,9 +164,9 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
     return manifest
 
 
-def unreadable(error: IntegrityError, packages: Sequence[str], proven: Environment) -> ArtifactError | None:
-    """The error for files that are as they were written and cannot be read, if versions of the runtime differ from the proof's;
-    else ``None``. ``packages`` are the distributions that the files need."""
+def version_mismatch(error: IntegrityError, packages: Sequence[str], proven: Environment) -> ArtifactError | None:
+    """The error for unchanged files that cannot be read, if the runtime has another version than when they were made; else
+    ``None``. ``packages`` are the distributions that the files need."""
     runtimes = [name for name in packages if name in RUNTIMES]
     if not (differing := list(Environment.capture().version_differences(proven, runtimes))):
         return None
@@ -209,14 +209,14 @@ def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
 
     Contents are hashed only if names, kinds and sizes are right.
     """
-    there, odd = _present(folder)
+    there, odd = _regular_files(folder)
     problems = list(odd)
     for name in sorted(set(there) - set(manifest.files) - {MANIFEST}):
         problems.append(f"{name} does not belong to the artifact: the manifest does not list it. Remove it.")
     for name, facts in manifest.files.items():
         if name in there and there[name] != facts.size:
             problems.append(f"{name} was changed: it has {there[name]} bytes, the manifest says {facts.size}.")
-        elif name not in there and (problem := _why_absent(folder / name)):
+        elif name not in there and (problem := _why_not_regular(folder / name)):
             problems.append(f"{name} {problem}")
     yield from problems
     if not problems:
@@ -230,8 +230,8 @@ def findings(folder: pathlib.Path, manifest: Manifest) -> Iterator[str]:
                 yield f"{name} was changed: its contents do not have the hash that the manifest states."
 
 
-def _why_absent(path: pathlib.Path) -> str | None:
-    """Why a listed file is not a regular file; ``None`` for kinds that :func:`_present` reports."""
+def _why_not_regular(path: pathlib.Path) -> str | None:
+    """Why a listed file is not a regular file; ``None`` for kinds that :func:`_regular_files` reports."""
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -241,7 +241,7 @@ def _why_absent(path: pathlib.Path) -> str | None:
     return "is a folder; the manifest lists a file of that name." if stat.S_ISDIR(mode) else None
 
 
-def _present(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:
+def _regular_files(folder: pathlib.Path) -> tuple[dict[str, int], list[str]]:
     """Sizes of the regular files below ``folder``, and one sentence for everything else there."""
     sizes: dict[str, int] = {}
     odd: list[str] = []

@@ -18,7 +18,7 @@ from trimtab.errors import ArtifactError
 def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield a temporary folder that replaces ``folder`` if the block succeeds, and is deleted otherwise."""
     try:
-        refuse_others(folder)
+        check_replaceable(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = pathlib.Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
         new, old = scratch / "new", scratch / "old"
@@ -41,7 +41,7 @@ def fresh_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         ) from error
 
 
-def refuse_others(folder: pathlib.Path) -> None:
+def check_replaceable(folder: pathlib.Path) -> None:
     """Raise an error if ``folder`` contains anything but an artifact, which would be deleted, or is not writable. Python's
     cache folders are ignored."""
     if not folder.exists():

@@ -66,7 +66,7 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
     title = " ".join(f"{manifest.workload}: {manifest.recipe_text}".split())[:60].replace("\\", "/").replace('"', "'")
     return _RUN.format(
         title=title,
-        kind=_kind(manifest),
+        kind=_arrays(manifest),
         call="\n    ".join(_call("load", manifest)),
         packages=packages,
         script=backend.script().strip("\n") + writes,
@@ -90,7 +90,7 @@ def readme(manifest: Manifest, files: Mapping[str, FileFacts]) -> str:
     parts = [
         f"# {manifest.workload}",
         f"`{manifest.recipe_text}`, made by trimtab {manifest.trimtab} on {manifest.created}.",
-        *_how(manifest),
+        *_usage(manifest),
         "## Inputs and outputs",
         _list([f"`{spec}`" for spec in manifest.signature.inputs]),
         _writes(manifest),
@@ -112,35 +112,35 @@ def _outputs(manifest: Manifest) -> Iterator[tuple[TensorSpec, str]]:
     return zip(manifest.signature.outputs, manifest.signature.output_names, strict=True)
 
 
-def _kind(manifest: Manifest) -> str:
+def _arrays(manifest: Manifest) -> str:
     return "torch tensors" if "torch" in manifest.packages else "numpy arrays"
 
 
 def _call(load: str, manifest: Manifest) -> tuple[str, str]:
     """The two lines that load the model without trimtab and call it."""
     given, found = (
-        ", ".join(map(_word, names))
+        ", ".join(map(_identifier, names))
         for names in ([spec.name for spec in manifest.signature.inputs], manifest.signature.output_names)
     )
     found = f"[{found}]" if len(manifest.signature.outputs) == 1 else found
     return f'call = {load}("model", {manifest.settings.threads})', f"{found} = call([{given}])"
 
 
-def _word(name: str) -> str:
+def _identifier(name: str) -> str:
     """``name`` as a name of Python."""
     word = re.sub(r"\W", "_", name)
     word = word if word.isidentifier() else f"_{word}"
     return f"{word}_" if keyword.iskeyword(word) else word
 
 
-def _how(manifest: Manifest) -> list[str]:
+def _usage(manifest: Manifest) -> list[str]:
     trust = ", trust=True" if manifest.native_code else ""
     packages = " ".join(dict.fromkeys((*manifest.packages, "numpy", "safetensors")))
     # not imported: that would write a file into this folder, whose files are listed
     call = "\n".join(_call('runpy.run_path("run.py")["load"]', manifest))
     parts = [
         "## Run it",
-        f"Without trimtab, in this folder (needs `{packages}`). Inputs and outputs are {_kind(manifest)}, in the order below:",
+        f"Without trimtab, in this folder (needs `{packages}`). Inputs and outputs are {_arrays(manifest)}, in the order below:",
         f"```python\nimport runpy\n\n{call}\n```",
         "`python run.py` checks the test vectors. With trimtab:",
     ]

@@ -66,8 +66,8 @@ class Golden:
             WorkloadError: the model fails on the example.
         """
         model = candidate.flat()
-        example = _fitted(candidate.leaves, candidate.signature, signature)
-        calls = [example, *_other_sizes(example, signature), *(_fitted(row, candidate.signature, signature) for row in rows)]
+        example = _frozen_sizes(candidate.leaves, candidate.signature, signature)
+        calls = [example, *_other_sizes(example, signature), *(_frozen_sizes(row, candidate.signature, signature) for row in rows)]
         cases: list[Case] = []
         for inputs in calls:
             try:
@@ -133,7 +133,7 @@ def _case(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Case:
     return Case(tuple(inputs), tuple(out.clone() for out in outputs))  # clone: the next call may overwrite the outputs
 
 
-def _fitted(leaves: Sequence[torch.Tensor], whole: Signature, kept: Signature) -> list[torch.Tensor]:
+def _frozen_sizes(leaves: Sequence[torch.Tensor], whole: Signature, kept: Signature) -> list[torch.Tensor]:
     """``leaves`` with the dimensions that are dynamic in ``whole`` and fixed in ``kept`` at their fixed sizes."""
     frozen = {
         name: size
@@ -155,8 +155,8 @@ def _other_sizes(leaves: Sequence[torch.Tensor], signature: Signature) -> list[l
         size = dim.near(now, 2, 1, -1)
         changed = [resized(leaf, spec.shape, name, size) for leaf, spec in zip(changed, signature.inputs, strict=True)]
     # reversed rows: a repeated example would not reveal a runtime that swaps rows
-    led = [bool(spec.shape) and isinstance(spec.shape[0], str) for spec in signature.inputs]
-    varied = [torch.flip(leaf, (0,)) if turn else leaf for leaf, turn in zip(changed, led, strict=True)]
+    batched = [bool(spec.shape) and isinstance(spec.shape[0], str) for spec in signature.inputs]
+    varied = [torch.flip(leaf, (0,)) if reverse else leaf for leaf, reverse in zip(changed, batched, strict=True)]
     return [varied] if signature.dims else []
 
 

@@ -15,16 +15,15 @@ from trimtab.safe_load.archives import load_program
 from trimtab.tensors.structure import flatten, unflatten
 from trimtab.tensors.torchscript_modules import allow_modes
 
-FLAG = {torch.ops.aten.dropout.default: 2, torch.ops.aten.batch_norm.default: 5}
-"""Operators that compute otherwise in training, and the position of the argument that says so."""
+TRAINING_ARGUMENT = {torch.ops.aten.dropout.default: 2, torch.ops.aten.batch_norm.default: 5}
+"""Operators with a training mode, and the position of the argument that switches it."""
 
 
 class TrainableModule(nn.Module):
     """The network that an artifact's files were made of, with its weights as parameters. It is called like the original.
 
     It is an exported graph: the classes of the model are not needed, and are not there. ``train()`` and ``eval()`` switch
-    dropout and batch normalisation, as far as these are modules or functions of torch; what else the original did only in
-    training is not in it.
+    dropout and batch normalisation of torch. Anything else that the original does only in training is not part of the graph.
     """
 
     def __init__(self, program: fx.GraphModule, signature: Signature) -> None:
@@ -45,7 +44,7 @@ class TrainableModule(nn.Module):
         """Switch dropout and batch normalisation."""
         super().train(mode)
         for node in self.program.graph.nodes:
-            if (place := FLAG.get(node.target)) is not None and node.args[place] is not mode:
+            if (place := TRAINING_ARGUMENT.get(node.target)) is not None and node.args[place] is not mode:
                 node.update_arg(place, mode)
         self.program.recompile()
         return self

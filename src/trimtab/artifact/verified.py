@@ -1,4 +1,4 @@
-"""What ``verify`` measured on a quiet machine, in a file beside the artifact, whose own files and hashes stay as they are."""
+"""The speed that ``verify`` measured, in a file beside the artifact. The files of the artifact are not changed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trimtab.errors import UsageError
 from trimtab.hardware.environment import Environment
 
 SUFFIX = ".verified.json"
-QUIET = 0.1
-"""Largest share of the CPUs that others may use while the speed is measured, for the figure to be recorded."""
+MAX_FOREIGN_SHARE = 0.1
+"""Largest share of the CPUs that other processes may use during a measurement that is recorded."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Verified:
     """Date and time in UTC, ISO 8601."""
     speed: Comparison
     baseline_speedup: Interval | None
-    """The same for the original in the artifact over the model as written, from when the artifact was made."""
+    """Speed-up of the original in the artifact over the model as written, measured when the artifact was made."""
     threads: int | None
     """Number of threads of the artifact; ``None`` is the runtime's default."""
     environment: Environment
@@ -43,30 +43,30 @@ class Verified:
         return f"{self.speed.ratio.times()} the original in the artifact ({threads}; {where})"
 
 
-def beside(folder: pathlib.Path) -> pathlib.Path:
+def record_path(folder: pathlib.Path) -> pathlib.Path:
     """The file for the artifact in ``folder``: ``runs/net/artifact.verified.json``."""
     whole = folder.absolute()
     return whole.with_name(whole.name + SUFFIX)
 
 
 def why_not_recorded(found: Comparison) -> str | None:
-    """Why ``found`` says nothing that lasts, as a sentence; ``None`` if it does."""
+    """Why ``found`` is too uncertain to be recorded, as a sentence; ``None`` if it is not."""
     used = found.foreign + found.stolen
-    if used > QUIET:
+    if used > MAX_FOREIGN_SHARE:
         return f"Other processes used {used:.0%} of the CPUs meanwhile. Verify again when the machine is quiet."
     if found.ratio.vague:
         return f"The ratio lies between {found.ratio.bounds(' and ')}, which is no figure. Verify longer: --time 60s."
     return None
 
 
-def record(folder: pathlib.Path, manifest: Manifest, speed: Comparison) -> pathlib.Path:
+def write_record(folder: pathlib.Path, manifest: Manifest, speed: Comparison) -> pathlib.Path:
     """Write ``speed``, measured now on this machine, beside the artifact in ``folder``. Returns the file.
 
     Raises:
         OSError: the file cannot be written.
     """
     claim = manifest.evidence.get("baseline_speedup")
-    target = beside(folder)
+    target = record_path(folder)
     write_json(
         target,
         Verified(
@@ -81,10 +81,10 @@ def record(folder: pathlib.Path, manifest: Manifest, speed: Comparison) -> pathl
     return target
 
 
-def recorded(folder: pathlib.Path) -> Verified | None:
-    """What was recorded for the artifact in ``folder``; ``None`` if nothing was, or if it is about another artifact."""
+def read_record(folder: pathlib.Path) -> Verified | None:
+    """The record of the artifact in ``folder``; ``None`` if there is none, or if it belongs to another artifact."""
     try:
-        found = from_json(Verified, json.loads(beside(folder).read_text(encoding="utf-8")))
+        found = from_json(Verified, json.loads(record_path(folder).read_text(encoding="utf-8")))
         return found if found.manifest == sha256(folder / MANIFEST) else None
     except (OSError, ValueError, RecursionError, UsageError):
         return None  # a damaged file states nothing; the next verification replaces it

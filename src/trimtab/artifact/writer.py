@@ -79,7 +79,7 @@ def fill(
         UsageError: no golden case fits the executable's signature.
     """
     _save(executable, target / MODEL)
-    golden, errors = _measured(executable, golden, exact=recipe.exact)
+    golden, errors = _comparable_vectors(executable, golden, exact=recipe.exact)
     facts, reason = _save_torch(target, BASELINE, baseline, baseline_backend)
     module_facts, module_reason = (None, None) if module is None else _save_torch(target, MODULE, module, None)
     golden.save(target / GOLDEN)
@@ -90,7 +90,7 @@ def fill(
         recipe_text=str(recipe),
         native_code=recipe.backend.native_code,
         packages=recipe.backend.packages,
-        signature=_observed(executable.signature, golden),
+        signature=_mark_data_dependent_sizes(executable.signature, golden),
         settings=executable.settings,
         golden=GoldenFacts(
             cases=len(golden.cases), scale=golden.scales, tolerance=golden.tolerances(errors), measured=tuple(errors)
@@ -122,7 +122,7 @@ def _save(executable: Executable, folder: pathlib.Path) -> None:
         raise ArtifactError(f"The model cannot be written: {error}. Nothing was left half-written. Make room.") from error
 
 
-def _measured(executable: Executable, golden: Golden, *, exact: bool) -> tuple[Golden, list[float]]:
+def _comparable_vectors(executable: Executable, golden: Golden, *, exact: bool) -> tuple[Golden, list[float]]:
     """The test vectors that fit the executable's signature, and the errors on them.
 
     Lossy recipes may find another number of items, such as boxes, than the original. Then no values can be compared, and these
@@ -131,7 +131,7 @@ def _measured(executable: Executable, golden: Golden, *, exact: bool) -> tuple[G
     kept = Golden(tuple(case for case in golden.cases if _fits(executable.signature, case)))
     if not kept.cases:
         raise UsageError("None of the golden cases fits the executable's signature; give its example inputs as the first one.")
-    if not exact and (comparable := tuple(case for case in kept.cases if not _finds_more_or_fewer(executable, case))):
+    if not exact and (comparable := tuple(case for case in kept.cases if not _data_dependent_sizes_differ(executable, case))):
         kept = Golden(comparable)
     errors = kept.errors(executable.run)
     if bad := [i for i, error in enumerate(errors) if not math.isfinite(error)]:
@@ -140,8 +140,8 @@ def _measured(executable: Executable, golden: Golden, *, exact: bool) -> tuple[G
     return kept, errors
 
 
-def _finds_more_or_fewer(executable: Executable, case: Case) -> bool:
-    """Whether output sizes differ from the original's, and only data-dependent sizes do."""
+def _data_dependent_sizes_differ(executable: Executable, case: Case) -> bool:
+    """Whether output sizes differ from the original's, and all differing sizes are data-dependent."""
     rows = zip(executable.signature.outputs, executable.run([leaf.clone() for leaf in case.inputs]), case.outputs, strict=False)
     differing = [
         size
@@ -152,7 +152,7 @@ def _finds_more_or_fewer(executable: Executable, case: Case) -> bool:
     return bool(differing) and all(size == "?" or isinstance(size, int) for size in differing)
 
 
-def _observed(signature: Signature, golden: Golden) -> Signature:
+def _mark_data_dependent_sizes(signature: Signature, golden: Golden) -> Signature:
     """``signature`` with those fixed output sizes marked ``"?"`` that differ between test vectors, such as the number of
     detected boxes: they depend on the data."""
     outputs = []
@@ -174,7 +174,7 @@ def _fits(signature: Signature, case: Case) -> bool:
 def _save_torch(
     target: pathlib.Path, name: str, model: Executable | None, backend: Backend | None
 ) -> tuple[BaselineFacts | None, str | None]:
-    """Write ``model`` as a program of torch into the folder ``name``. Returns its facts, or the reason why it is not there."""
+    """Write ``model`` as an exported program into the folder ``name``. Returns its facts, or the reason why it is left out."""
     what = "original model" if name == BASELINE else "compressed network"
     if model is None:
         return None, "The original model was not given when the artifact was written."

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypedDict
 
 from trimtab._internal.serialization import dumps, from_json, to_json, write_json
 from trimtab._internal.text import counted, shortened, with_fix
-from trimtab.artifact.verified import Verified, recorded
+from trimtab.artifact.verified import Verified, read_record
 from trimtab.core.finding import Finding
 from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop
@@ -218,7 +218,7 @@ class Record:
         path = folder / RECORD
         try:
             found = from_json(cls, json.loads(path.read_text(encoding="utf-8")))
-            later = None if found.artifact is None else recorded(folder / found.artifact)
+            later = None if found.artifact is None else read_record(folder / found.artifact)
             return dataclasses.replace(found, verified=later)
         except PermissionError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}. Let this user read it.") from error

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from trimtab._internal.text import with_remedy
-from trimtab.artifact.manifest import COPY, GOLDEN, MANIFEST, MODEL, Manifest, check_files, read_manifest, unreadable
+from trimtab.artifact.manifest import COPY, GOLDEN, MANIFEST, MODEL, Manifest, check_files, read_manifest, version_mismatch
 from trimtab.artifact.parity import LOAD_ERRORS, Parities, array_error, check_case, parities, read_vectors, worst_errors
 from trimtab.backends.common.array_models import ARRAY_MODELS
 from trimtab.core.signature import Signature
@@ -65,7 +65,7 @@ def _load_arrays(path: pathlib.Path, manifest: Manifest, backend: Mapping[str, A
     try:
         run = ARRAY_MODELS[backend["name"]](path / MODEL, backend, signature, threads)
     except IntegrityError as error:
-        if (explained := unreadable(error, manifest.packages, manifest.environment)) is None:
+        if (explained := version_mismatch(error, manifest.packages, manifest.environment)) is None:
             raise
         raise explained from error
     except TrimtabError:
