@@ -66,7 +66,7 @@ def run_script(manifest: Manifest, backend: Backend) -> str:
     title = " ".join(f"{manifest.workload}: {manifest.recipe_text}".split())[:60].replace("\\", "/").replace('"', "'")
     return _RUN.format(
         title=title,
-        kind=_arrays(manifest),
+        kind=_types(manifest),
         call="\n    ".join(_call("load", manifest)),
         packages=packages,
         script=backend.script().strip("\n") + writes,
@@ -112,7 +112,7 @@ def _outputs(manifest: Manifest) -> Iterator[tuple[TensorSpec, str]]:
     return zip(manifest.signature.outputs, manifest.signature.output_names, strict=True)
 
 
-def _arrays(manifest: Manifest) -> str:
+def _types(manifest: Manifest) -> str:
     return "torch tensors" if "torch" in manifest.packages else "numpy arrays"
 
 
@@ -140,7 +140,7 @@ def _usage(manifest: Manifest) -> list[str]:
     call = "\n".join(_call('runpy.run_path("run.py")["load"]', manifest))
     parts = [
         "## Run it",
-        f"Without trimtab, in this folder (needs `{packages}`). Inputs and outputs are {_arrays(manifest)}, in the order below:",
+        f"Without trimtab, in this folder (needs `{packages}`). Inputs and outputs are {_types(manifest)}, in the order below:",
         f"```python\nimport runpy\n\n{call}\n```",
         "`python run.py` checks the test vectors. With trimtab:",
     ]

@@ -66,8 +66,8 @@ class Golden:
             WorkloadError: the model fails on the example.
         """
         model = candidate.flat()
-        example = _frozen_sizes(candidate.leaves, candidate.signature, signature)
-        calls = [example, *_other_sizes(example, signature), *(_frozen_sizes(row, candidate.signature, signature) for row in rows)]
+        example = _freeze(candidate.leaves, candidate.signature, signature)
+        calls = [example, *_other_sizes(example, signature), *(_freeze(row, candidate.signature, signature) for row in rows)]
         cases: list[Case] = []
         for inputs in calls:
             try:
@@ -133,7 +133,7 @@ def _case(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Case:
     return Case(tuple(inputs), tuple(out.clone() for out in outputs))  # clone: the next call may overwrite the outputs
 
 
-def _frozen_sizes(leaves: Sequence[torch.Tensor], whole: Signature, kept: Signature) -> list[torch.Tensor]:
+def _freeze(leaves: Sequence[torch.Tensor], whole: Signature, kept: Signature) -> list[torch.Tensor]:
     """``leaves`` with the dimensions that are dynamic in ``whole`` and fixed in ``kept`` at their fixed sizes."""
     frozen = {
         name: size

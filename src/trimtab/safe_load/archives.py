@@ -24,7 +24,7 @@ from trimtab._internal.text import message_line
 from trimtab.errors import CompileError, IntegrityError
 from trimtab.safe_load.export_program import check_weight, clean_payloads, clean_program, program_json
 from trimtab.safe_load.torchscript_pickle import check_pickle, check_source
-from trimtab.safe_load.torchscript_source import Declared
+from trimtab.safe_load.torchscript_source import ClassDeclaration
 from trimtab.safe_load.zip_records import Records
 
 MODEL = "models/model.json"
@@ -151,7 +151,7 @@ def _script_records(records: Records) -> dict[str, bytearray]:
             kept[name] = records.read(name)
     if "byteorder" in kept and kept["byteorder"] != b"little":
         raise IntegrityError(f"{records.path} was written on a machine with another byte order.")
-    classes: dict[str, Declared] = {}
+    classes: dict[str, ClassDeclaration] = {}
     for name, data in kept.items():
         if name.endswith(".py"):
             classes |= check_source(data, name)

@@ -31,7 +31,7 @@ MAX_NESTED = 100
 """Most levels of nested lists and objects in the JSON. A nested graph takes about eight levels; readers recurse per level."""
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DOTTED = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
-_BREAKING = frozenset("\"'\\{}")
+_UNSAFE_CHARACTERS = frozenset("\"'\\{}")
 """Characters that end a string in source code, start an escape, or are format fields of ``str.format``."""
 _OPERATOR = re.compile(r"torch\.ops\.([a-z_0-9]+)\.([A-Za-z_0-9]+)\.([A-Za-z_0-9]+)")
 _NAMESPACES = frozenset({"aten", "prims", "quantized", "quantized_decomposed", "onednn", "mkldnn", "torchao"})
@@ -103,7 +103,7 @@ def parse_json(text: bytes | bytearray, what: str) -> Any:
         IntegrityError: ``text`` is not such JSON.
     """
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_no_twins, parse_constant=_no_constant)
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
         layer = [found]
         for _ in range(MAX_NESTED):
             nested = [item for item in layer if isinstance(item, (dict, list))]
@@ -131,7 +131,7 @@ def _from_dict() -> Callable[..., Any]:
     return _dict_to_dataclass
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
@@ -234,7 +234,7 @@ def check_weight(name: str, where: str) -> None:
     torch writes names that are not identifiers into source code as quoted strings. A name must not be able to end such a
     string, and must not contain escapes.
     """
-    plain = name.isprintable() and unicodedata.is_normalized("NFKC", name) and not _BREAKING.intersection(name)
+    plain = name.isprintable() and unicodedata.is_normalized("NFKC", name) and not _UNSAFE_CHARACTERS.intersection(name)
     parts = all(part and not part.startswith("__") for part in name.split("."))
     _require(plain and parts and len(name) <= 2000, where, "the name of a weight", name)
 

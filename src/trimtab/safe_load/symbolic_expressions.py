@@ -79,8 +79,8 @@ def _call(name: str, node: ast.Call, depth: int) -> int:
     if name not in _FUNCTIONS or any(word.arg not in ("evaluate",) for word in node.keywords):
         raise ValueError("unknown function")
     for word in node.keywords:
-        _truth(word)
-    if name in _POWERS and (len(node.args) != 2 or abs(_small(node.args[1])) > (62 if name == "LShift" else 4)):
+        _check_bool(word)
+    if name in _POWERS and (len(node.args) != 2 or abs(_int_literal(node.args[1])) > (62 if name == "LShift" else 4)):
         raise ValueError("unbounded power")
     return (name in _POWERS) + sum(_walk(item, depth + 1) for item in node.args)
 
@@ -92,14 +92,14 @@ def _symbol(node: ast.Call) -> int:
     for word in node.keywords:
         if word.arg not in _ASSUMPTIONS:
             raise ValueError("unknown assumption")
-        _truth(word)
+        _check_bool(word)
     return 0
 
 
 def _literal(name: str, node: ast.Call) -> int:
     """``Integer(3)``, ``Rational(1, 3)`` or ``Float('0.5', precision=53)``."""
     for word in node.keywords:
-        if name != "Float" or word.arg != "precision" or not 1 <= _small(word.value) <= 64:
+        if name != "Float" or word.arg != "precision" or not 1 <= _int_literal(word.value) <= 64:
             raise ValueError("unknown option of a number")
     for item in node.args:
         if name == "Float" and isinstance(item, ast.Constant) and isinstance(item.value, str):
@@ -109,18 +109,18 @@ def _literal(name: str, node: ast.Call) -> int:
     return 0
 
 
-def _small(node: ast.expr) -> int:
+def _int_literal(node: ast.expr) -> int:
     """The integer literal that ``node`` is, such as ``2``, ``-1`` or ``Integer(2)``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Integer" and len(node.args) == 1:
-        return _small(node.args[0])
+        return _int_literal(node.args[0])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_small(node.operand)
+        return -_int_literal(node.operand)
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     raise ValueError("not a plain integer")
 
 
-def _truth(word: ast.keyword) -> None:
+def _check_bool(word: ast.keyword) -> None:
     if not (isinstance(word.value, ast.Constant) and isinstance(word.value.value, bool)):
         raise ValueError("not true or false")
 

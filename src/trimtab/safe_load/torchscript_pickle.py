@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trimtab.errors import IntegrityError
-from trimtab.safe_load.torchscript_source import Declared, Type, declarations, read_type
+from trimtab.safe_load.torchscript_source import ClassDeclaration, Type, declarations, read_type
 
 MAX_STEPS = 5_000_000
 _STORAGES = {
@@ -50,7 +50,7 @@ MAX_DEPTH = 100
 """Most levels of nested values in a pickle. A submodule is one level."""
 
 
-def check_source(text: bytes | bytearray, name: str) -> dict[str, Declared]:
+def check_source(text: bytes | bytearray, name: str) -> dict[str, ClassDeclaration]:
     """Refuse TorchScript source that names operators which access files or run other code. Returns the declared classes.
 
     The search covers comments and strings too, because torch's parser is not Python's.
@@ -72,7 +72,7 @@ def check_source(text: bytes | bytearray, name: str) -> dict[str, Declared]:
         )
     if odd := next((found for found in _NAMES.findall(source) if _is_native(found)), None):
         raise IntegrityError(f"The source {name!r} uses the native class {odd!r}, which no saved model may use.")
-    if _looks_up(source):
+    if _has_unusual_getattr(source):
         raise IntegrityError(f"The source {name!r} looks up an attribute in a way that no saved model does; it is not read.")
     return declarations(source, name)
 
@@ -83,7 +83,7 @@ def _is_native(name: str) -> bool:
     return parts in ([], ["torch"]) or (parts[:2] == ["torch", "classes"] and not _NATIVE_ALLOWED.intersection(parts[2:3]))
 
 
-def _looks_up(source: str) -> bool:
+def _has_unusual_getattr(source: str) -> bool:
     """Whether ``source`` uses ``getattr`` in a way that torch's printer does not.
 
     ``getattr(torch, "...")`` finds operators as well, and the compiler joins and decodes string literals first, so that the
@@ -118,7 +118,7 @@ class _Unbuilt:
 
 @dataclasses.dataclass(frozen=True)
 class _Thing:
-    """The result of a call or a built object."""
+    """The result of a call, or an object with its state."""
 
     maker: str
     depth: int = 0
@@ -138,15 +138,15 @@ class _Tuple(tuple[Any, ...]):
     depth = 1
 
 
-def _around(items: Iterable[Any]) -> int:
-    """The nesting depth of a container of ``items``."""
+def _nesting(items: Iterable[Any]) -> int:
+    """The nesting depth of a container with ``items``."""
     depth = 1 + max((getattr(item, "depth", 0) for item in items), default=0)
     if depth > MAX_DEPTH:
         raise ValueError("values are nested too deep")
     return depth
 
 
-def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int], classes: Mapping[str, Declared]) -> None:
+def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int], classes: Mapping[str, ClassDeclaration]) -> None:
     """Execute the pickle ``data`` symbolically and refuse anything unusual.
 
     ``sizes`` maps storage keys to their number of bytes; ``classes`` are the classes that the source declares.
@@ -170,7 +170,7 @@ def check_pickle(data: bytes | bytearray, name: str, sizes: Mapping[str, int], c
 
 
 class _Machine:
-    def __init__(self, name: str, sizes: Mapping[str, int], classes: Mapping[str, Declared]) -> None:
+    def __init__(self, name: str, sizes: Mapping[str, int], classes: Mapping[str, ClassDeclaration]) -> None:
         self.name = name
         self.sizes = sizes
         self.classes = classes
@@ -182,14 +182,14 @@ class _Machine:
         """Ids of values that were read from the memo. They must not grow any more, so that no value contains itself."""
 
     def step(self, opcode: str, argument: Any) -> None:
-        if opcode in _PLAIN:
-            self.stack.append(argument if _PLAIN[opcode] is None else _PLAIN[opcode]())  # type: ignore[misc]
+        if opcode in _PUSHES:
+            self.stack.append(argument if _PUSHES[opcode] is None else _PUSHES[opcode]())  # type: ignore[misc]
         elif handler := _HANDLERS.get(opcode):
             handler(self, argument)
         else:
             raise IntegrityError(f"The pickle {self.name!r} uses the instruction {opcode}, which TorchScript does not write.")
 
-    def marked(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         at = self.marks.pop()
         items = self.stack[at:]
         del self.stack[at:]
@@ -197,17 +197,17 @@ class _Machine:
 
     def tuple_of(self, items: list[Any]) -> None:
         made = _Tuple(items)
-        made.depth = _around(items)
+        made.depth = _nesting(items)
         self.stack.append(made)
 
-    def last(self, count: int) -> list[Any]:
+    def pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
             raise ValueError("too few values")
         items = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return items
 
-    def word(self, argument: str) -> None:
+    def push_global(self, argument: str) -> None:
         name = argument.replace(" ", ".", 1)
         storage = name.startswith("torch.") and name.removeprefix("torch.") in _STORAGES
         plain = storage or name in _FUNCTIONS or _CONSTANTS.fullmatch(name) or _CLASS.fullmatch(name)
@@ -215,7 +215,7 @@ class _Machine:
             raise IntegrityError(f"The pickle {self.name!r} names {name[:120]!r}, which would run code; it is not read.")
         self.stack.append(_Word(name))
 
-    def new(self, _: Any) -> None:
+    def new_object(self, _: Any) -> None:
         arguments, cls = self.stack.pop(), self.stack.pop()
         if arguments != () or not isinstance(cls, _Word) or not _CLASS.fullmatch(cls.name):
             raise ValueError("an object of no TorchScript class")
@@ -236,7 +236,7 @@ class _Machine:
                 raise ValueError(f"a value that is no {text[:80]}")
             self.stack.append(value)
         else:
-            self.stack.append(_Thing(function.name, _around(arguments)))
+            self.stack.append(_Thing(function.name, _nesting(arguments)))
 
     def check_tensor(self, arguments: tuple[Any, ...]) -> None:
         storage, offset, shape, strides = arguments[:4]
@@ -272,7 +272,7 @@ class _Machine:
             raise ValueError("a state for something that is no object")
         if not thing.maker.startswith("__torch__.torch.classes."):
             self.check_state(thing.maker, state)
-        self.stack.append(_Thing(thing.maker, _around([state])))
+        self.stack.append(_Thing(thing.maker, _nesting([state])))
 
     def check_state(self, name: str, state: Any) -> None:
         """Check an object's state against its class: torch stores it into the slots and trusts the declared types."""
@@ -302,19 +302,19 @@ class _Machine:
         if isinstance(value, _Tuple):
             return kind.name == "Tuple" and len(value) == len(kind.items) and all(map(self.fits, value, kind.items))
         if isinstance(value, _Thing):
-            return (kind.name, *(item.name for item in kind.items)) == _MADE.get(value.maker)
+            return (kind.name, *(item.name for item in kind.items)) == _RESULT_TYPES.get(value.maker)
         return isinstance(value, (bool, int, float, str)) and type(value) in _PLAIN_TYPES.get(kind.name, (int, float, str))
 
     def is_a(self, value: Any, name: str) -> bool:
         """Whether ``value`` is an object of the class ``name``, or has all methods of the interface ``name``."""
-        declared = self.classes.get(name, Declared("", {}, {}))
+        declared = self.classes.get(name, ClassDeclaration("", {}, {}))
         if declared.base == "NamedTuple":
             return isinstance(value, _Tuple) and self.fits(value, Type("Tuple", tuple(declared.attributes.values())))
         if not isinstance(value, _Thing):
             return False
-        own = self.classes.get(value.maker, Declared("", {}, {}))
-        face = declared.base.endswith("Interface") and declared.methods.items() <= own.methods.items()
-        return value.maker == name or face
+        own = self.classes.get(value.maker, ClassDeclaration("", {}, {}))
+        implements = declared.base.endswith("Interface") and declared.methods.items() <= own.methods.items()
+        return value.maker == name or implements
 
     def put(self, argument: Any) -> None:
         # torch allocates memory up to this index and then appends; its own writer counts from 0
@@ -326,15 +326,15 @@ class _Machine:
         self.shared.add(id(self.memo[argument]))
         self.stack.append(self.memo[argument])
 
-    def fill(self, items: list[Any], kind: type[_List | _Dict], pairs: bool) -> None:
+    def extend(self, items: list[Any], kind: type[_List | _Dict], pairs: bool) -> None:
         holder = self.stack[-1]
         if not isinstance(holder, kind) or (pairs and len(items) % 2) or id(holder) in self.shared:
             raise ValueError("items for something that takes none")
         holder.extend(items)
-        holder.depth = max(holder.depth, _around(items))
+        holder.depth = max(holder.depth, _nesting(items))
 
 
-_PLAIN: dict[str, Callable[[], Any] | None] = {
+_PUSHES: dict[str, Callable[[], Any] | None] = {
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINSTRING"), None),
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
@@ -348,7 +348,7 @@ _PLAIN_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("Tensor", "List", "Dict", "Tuple", "Optional", "NoneType"), ()),
 }
 """Python types of pickled values for types without items; types that are missing here are pickled as numbers or text."""
-_MADE = {
+_RESULT_TYPES = {
     "tensor": ("Tensor",),
     **{f"torch.jit._pickle.build_{kind}list": ("List", kind) for kind in ("int", "bool")},
     "torch.jit._pickle.build_doublelist": ("List", "float"),
@@ -358,21 +358,21 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
     "PROTO": lambda machine, argument: None,
     "STOP": lambda machine, argument: None,
     "MARK": lambda machine, argument: machine.marks.append(len(machine.stack)),
-    "GLOBAL": _Machine.word,
+    "GLOBAL": _Machine.push_global,
     "BINPUT": _Machine.put,
     "LONG_BINPUT": _Machine.put,
     "BINGET": _Machine.get,
     "LONG_BINGET": _Machine.get,
-    "TUPLE": lambda machine, argument: machine.tuple_of(machine.marked()),
-    "TUPLE1": lambda machine, argument: machine.tuple_of(machine.last(1)),
-    "TUPLE2": lambda machine, argument: machine.tuple_of(machine.last(2)),
-    "TUPLE3": lambda machine, argument: machine.tuple_of(machine.last(3)),
-    "NEWOBJ": _Machine.new,
+    "TUPLE": lambda machine, argument: machine.tuple_of(machine.pop_to_mark()),
+    "TUPLE1": lambda machine, argument: machine.tuple_of(machine.pop(1)),
+    "TUPLE2": lambda machine, argument: machine.tuple_of(machine.pop(2)),
+    "TUPLE3": lambda machine, argument: machine.tuple_of(machine.pop(3)),
+    "NEWOBJ": _Machine.new_object,
     "REDUCE": _Machine.call,
     "BUILD": _Machine.build,
     "BINPERSID": _Machine.storage,
-    "APPEND": lambda machine, argument: machine.fill(machine.last(1), _List, False),
-    "APPENDS": lambda machine, argument: machine.fill(machine.marked(), _List, False),
-    "SETITEM": lambda machine, argument: machine.fill(machine.last(2), _Dict, True),
-    "SETITEMS": lambda machine, argument: machine.fill(machine.marked(), _Dict, True),
+    "APPEND": lambda machine, argument: machine.extend(machine.pop(1), _List, False),
+    "APPENDS": lambda machine, argument: machine.extend(machine.pop_to_mark(), _List, False),
+    "SETITEM": lambda machine, argument: machine.extend(machine.pop(2), _Dict, True),
+    "SETITEMS": lambda machine, argument: machine.extend(machine.pop_to_mark(), _Dict, True),
 }

@@ -40,7 +40,7 @@ class Type:
 
 
 @dataclasses.dataclass(frozen=True)
-class Declared:
+class ClassDeclaration:
     """A class declaration: base class, types of the attributes, and the parameters and result of each method as text."""
 
     base: str
@@ -84,7 +84,7 @@ def _read_type(tokens: list[str], depth: int) -> Type:
     return Type(name, tuple(items))
 
 
-def declarations(source: str, name: str) -> dict[str, Declared]:
+def declarations(source: str, name: str) -> dict[str, ClassDeclaration]:
     """The classes that the source in record ``name`` declares, by full name.
 
     Raises:
@@ -92,33 +92,33 @@ def declarations(source: str, name: str) -> dict[str, Declared]:
             it.
     """
     lines = list(_lines(source, name))
-    if odd := next((line for line in lines if not _casts_plainly(line)), None):
+    if odd := next((line for line in lines if not _has_safe_casts(line)), None):
         raise IntegrityError(f"The source {name!r} takes a value for an object of a class unchecked, in {odd.strip()[:80]!r}.")
     place = name.removeprefix("code/").removesuffix(".py").replace("/", ".")
-    found: dict[str, Declared] = {}
-    current: Declared | None = None
+    found: dict[str, ClassDeclaration] = {}
+    current: ClassDeclaration | None = None
     inside = False  # a method
     for line in lines:
         if not line.strip():
             continue
         if head := _CLASS.fullmatch(line):
             if f"{place}.{head[1]}" in found:
-                raise _odd(name, line)
-            current, inside = Declared(head[2] or "", {}, {}), False
+                raise _unexpected(name, line)
+            current, inside = ClassDeclaration(head[2] or "", {}, {}), False
             found[f"{place}.{head[1]}"] = current
         elif not line.startswith(" "):
             if re.match(r"class\b", line):
-                raise _odd(name, line)
+                raise _unexpected(name, line)
             current = None
         elif current is not None:
             deep = line.startswith("   ")
             if not line.startswith("  ") or (deep and not inside):
-                raise _odd(name, line)
+                raise _unexpected(name, line)
             inside = deep or _declare(current, line[2:], name)
     return found
 
 
-def _declare(current: Declared, line: str, name: str) -> bool:
+def _declare(current: ClassDeclaration, line: str, name: str) -> bool:
     """Add the declaration in ``line`` to ``current``. Returns whether the line starts a method."""
     if line.startswith("def "):
         if head := _METHOD.fullmatch(re.sub(r"\s+", " ", line)):
@@ -130,16 +130,16 @@ def _declare(current: Declared, line: str, name: str) -> bool:
             attribute = match[1] or ast.literal_eval(match[2]).encode("latin-1").decode("utf-8")
             kind = read_type(match[3])
         except (ValueError, SyntaxError) as error:
-            raise _odd(name, line) from error
+            raise _unexpected(name, line) from error
         if attribute in current.attributes:
-            raise _odd(name, line)
+            raise _unexpected(name, line)
         current.attributes[attribute] = kind
     elif not _CONSTANT.fullmatch(line) and current.base not in ("Enum", "NamedTuple"):
-        raise _odd(name, line)
+        raise _unexpected(name, line)
     return False
 
 
-def _odd(name: str, line: str) -> IntegrityError:
+def _unexpected(name: str, line: str) -> IntegrityError:
     return IntegrityError(f"The source {name!r} holds {line.strip()[:80]!r} where torch writes no such line; it is not read.")
 
 
@@ -175,13 +175,13 @@ def _lines(source: str, name: str) -> Iterator[str]:
     yield source[start:]
 
 
-def _casts_plainly(line: str) -> bool:
-    """Whether every ``unchecked_cast`` in ``line`` is to a type without classes, as torch writes for optional values."""
-    kinds = [_first(line[match.end() :]) for match in _CAST.finditer(line)]
+def _has_safe_casts(line: str) -> bool:
+    """Whether every ``unchecked_cast`` in ``line`` is to a type without classes, as torch writes it for optional values."""
+    kinds = [_first_argument(line[match.end() :]) for match in _CAST.finditer(line)]
     return all(re.fullmatch(r"\([A-Za-z][\w\[\], ]*", kind) for kind in kinds)
 
 
-def _first(text: str) -> str:
+def _first_argument(text: str) -> str:
     """``text`` up to its first comma outside of square brackets."""
     depth = 0
     for at, sign in enumerate(text):
