@@ -97,7 +97,7 @@ def test_figures_that_are_compared_have_one_unit() -> None:
 
 def test_the_best_three_stand_beside_the_original(tmp_path) -> None:
     found = record(24, untried=("openvino(precision=int8_static)", "aoti"))
-    shown = leaders.beside(found)
+    shown = leaders.leader_table(found)
     assert shown is not None
     assert shown.heads == ("the original", "1, ships", "2", "3")
     rows = dict(shown.rows)
@@ -107,7 +107,7 @@ def test_the_best_three_stand_beside_the_original(tmp_path) -> None:
     assert "The best beside the original" in seen
     assert "<summary>2 recipes not tried, because the budget was too short</summary>" in seen
     assert "<li>openvino(precision=int8_static)</li>" in seen
-    assert leaders.beside(record(1, status=None, failed=0)) is None
+    assert leaders.leader_table(record(1, status=None, failed=0)) is None
 
 
 def test_the_waterfall_ends_with_what_was_measured_again(tmp_path) -> None:

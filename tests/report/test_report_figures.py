@@ -197,7 +197,7 @@ def test_exact_recipes_that_the_data_could_not_decide_are_counted(tmp_path: path
         "undecidable with 500 examples, but it is exact and was held to rounding instead"
     )
     one = dataclasses.replace(found, trials=tuple(t for t in trials if not t.recipe.exact or t.recipe == as_written()))
-    assert reliability.excused(one) == "1 exact recipe is undecided by the data; it was held to floating-point noise instead."
+    assert reliability.exact_recipes_note(one) == "1 exact recipe is undecided by the data; it was held to floating-point noise instead."
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
     assert "on the test data" not in str(result(trials, trials[2], score=None, baseline_score=None).ladder())
     found = record(8)
     sentence = "The score of the best is on the test data, where the model as written has 97.60%."
-    assert headline.tested(found) == sentence
+    assert headline.test_score_note(found) == sentence
     assert sentence in html(found, tmp_path)
     assert sentence in " ".join(text(found).split())
     assert found.confirmation is not None
@@ -335,7 +335,7 @@ def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
         dataclasses.replace(found.confirmation, ok=False),
         dataclasses.replace(found.confirmation, baseline_score=found.prepared.score),  # one set of data served for both
     ):
-        assert headline.tested(dataclasses.replace(found, confirmation=other)) is None
+        assert headline.test_score_note(dataclasses.replace(found, confirmation=other)) is None
 
 
 def test_a_throughput_has_its_interval_and_what_it_was_as_written() -> None:

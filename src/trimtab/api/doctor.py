@@ -30,7 +30,7 @@ from trimtab.probe.tracing import Schedule, traced
 from trimtab.probe.workload_script import script_of
 from trimtab.report.doctor_page import html
 from trimtab.report.doctor_trace import trace
-from trimtab.report.write import keep
+from trimtab.report.write import save_text
 from trimtab.train.loss.adapter import is_pair
 
 REPORT, RECORD, TIMELINE = "report.html", "doctor.json", "trace.json"
@@ -253,7 +253,7 @@ def examine(request: Request, on_progress: Callable[[str], None] | None = None) 
         files += map(str, made)
         notes += [note] if note else []
     if request.patch is not None and found.patch is not None:
-        files.append(str(keep(found.patch.text, request.patch)))
+        files.append(str(save_text(found.patch.text, request.patch)))
     if request.out is not None:
         files += [str(request.out / name) for name in (REPORT, RECORD, TIMELINE)]
     found = dataclasses.replace(found, files=tuple(files), notes=(*found.notes, *notes))

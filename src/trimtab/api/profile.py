@@ -24,7 +24,7 @@ from trimtab.measure.memory import PeakMemory, rss_mb
 from trimtab.measure.profile import quiet
 from trimtab.report import formatting as words
 from trimtab.report.doctor_page import profile_html
-from trimtab.report.write import keep
+from trimtab.report.write import save_text
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Profile:
         Raises:
             UsageError: it cannot be written.
         """
-        return keep(profile_html(self), pathlib.Path(path))
+        return save_text(profile_html(self), pathlib.Path(path))
 
 
 class Profiling:

@@ -46,7 +46,7 @@ def report_command(
     if as_text or json:
         record = late("study.record").Record.read(run)
         found = dumps(record) if json else late("report").text(record, _columns() if output is None else None)
-        typer.echo(found if output is None else late("report").keep(f"{found}\n", output))
+        typer.echo(found if output is None else late("report").save_text(f"{found}\n", output))
         return 0
     _told(late("report").write(run, output), open_it)
     return 0
@@ -57,9 +57,9 @@ def _tuned(run: pathlib.Path, output: pathlib.Path | None, open_it: bool, as_tex
     found = late("probe.tuning").TunedScript.read(run)
     if as_text or json:
         told = dumps(found) if json else str(found)
-        typer.echo(told if output is None else late("report").keep(f"{told}\n", output))
+        typer.echo(told if output is None else late("report").save_text(f"{told}\n", output))
         return 0
-    _told(late("report").keep(late("report.doctor_page").tuned_html(found), output or run / "report.html"), open_it)
+    _told(late("report").save_text(late("report.doctor_page").tuned_html(found), output or run / "report.html"), open_it)
     return 0
 
 

@@ -3,6 +3,6 @@
 from trimtab.report.comparison import side_by_side
 from trimtab.report.page import html
 from trimtab.report.terminal import text
-from trimtab.report.write import keep, write
+from trimtab.report.write import save_text, write
 
-__all__ = ["html", "keep", "side_by_side", "text", "write"]
+__all__ = ["html", "save_text", "side_by_side", "text", "write"]

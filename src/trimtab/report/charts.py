@@ -19,11 +19,11 @@ from trimtab.study.record import Record
 
 SERIES = 8
 """Number of backend colours in the theme; further backends reuse them."""
-AREA = 34
+MAX_DIAMETER = 34
 """Diameter of the largest point in pixels."""
-SMALL = 1e-9
+MIN_SIZE_MB = 1e-9
 """Size in MB of a point without a size: plotly draws none for 0, and the smallest for this value."""
-PALE = 0.35
+DOMINATED_OPACITY = 0.35
 """Share of its colour in a dominated point; the rest is the paper's, so that overlapping points do not darken."""
 REACH = 3.0
 """Maximum height of the chart, relative to the fastest trial, to show a limit that nothing meets."""
@@ -56,7 +56,7 @@ class Point:
     hover: str
 
 
-def safe(text: str) -> str:
+def escaped(text: str) -> str:
     """``text`` escaped for plotly, which reads tags."""
     return html.escape(plain(text), quote=False)
 
@@ -70,7 +70,7 @@ def wrapped(text: str, width: int = 46) -> str:
             lines, line = [*lines, line], word
         else:
             line = f"{line} {word}".strip()
-    return "<br>".join(safe(each) for each in [*lines, line])
+    return "<br>".join(escaped(each) for each in [*lines, line])
 
 
 def ladder(record: Record) -> Chart | None:
@@ -91,10 +91,10 @@ def ladder(record: Record) -> Chart | None:
         "textposition": "none",
         "width": 0.42,
         "marker": {"color": ["@accent" if name == "best" else "@quiet" for name in names]},
-        "error_x": _bars(
+        "error_x": _error_bars(
             [(f.value - f.low, f.high - f.value) if sure else (0.0, 0.0) for f, sure in zip(intervals, clear, strict=True)]
         ),
-        "hovertext": [f"<b>{safe(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
+        "hovertext": [f"<b>{escaped(n)}</b><br>{wrapped(r['recipe'])}" for n, (r, _) in zip(names, rungs, strict=True)],
         "hovertemplate": "%{hovertext}<br>%{text}<extra></extra>",
     }
     labels = [_label(name, words.rung_speed(rung)) for name, (rung, _) in zip(names, rungs, strict=True)]
@@ -118,10 +118,10 @@ def _usable(found: Interval | None) -> bool:
 def _label(y: str, text: str) -> dict[str, Any]:
     """The figures of a bar, above its beginning, where narrow screens have room for them."""
     place = {"x": 0, "y": y, "xanchor": "left", "yanchor": "bottom", "yshift": 13}
-    return place | {"text": safe(text), "showarrow": False, "font": {"color": "@ink"}}
+    return place | {"text": escaped(text), "showarrow": False, "font": {"color": "@ink"}}
 
 
-def _bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _error_bars(both: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """Error bars that extend ``(down, up)`` from each point."""
     return {
         "type": "data",
@@ -188,12 +188,11 @@ def _hover(row: Row, record: Record) -> str:
         else f"error {words.error(trial.parity.centred_error if trial.parity else None)}"
     )
     size = [f"size {words.megabytes(trial.size_mb)}"] if has_files(record) else []
-    return "<br>".join(
-        (f"<b>{wrapped(row.recipe)}</b>", safe(words.speed(trial.speedup)), loss, *size, f"{trial.state}{_kept(row, record)}")
-    )
+    state = f"{trial.state}{_limits_text(row, record)}"
+    return "<br>".join((f"<b>{wrapped(row.recipe)}</b>", escaped(words.speed(trial.speedup)), loss, *size, state))
 
 
-def _kept(row: Row, record: Record) -> str:
+def _limits_text(row: Row, record: Record) -> str:
     """Whether limits are kept, to follow the state; empty for a trial that ended early, which was not compared with them."""
     if row.keeps or row.trial.state is not State.COMPLETE:
         return ", within the limits" if row.keeps else ""
@@ -210,12 +209,12 @@ def pareto(record: Record, rows: Sequence[Row]) -> Chart | None:
     largest = max((point.size or 0.0 for point in found), default=0.0) or 1.0
     backends = sorted({point.backend for point in found})
     colours = {backend: f"@series-{index % SERIES}" for index, backend in enumerate(backends)}
-    beaten = [point for point in found if point not in best]
+    dominated = [point for point in found if point not in best]
     data = [  # later traces cover earlier ones
-        *_traces(beaten, colours, place, largest, pale=True),
+        *_traces(dominated, colours, place, largest, pale=True),
         _front_line(best, place),
         *_traces(best, colours, place, largest, pale=False),
-        *(_key(backend, colour) for backend, colour in colours.items()),
+        *(_legend_entry(backend, colour) for backend, colour in colours.items()),
     ]
     against = words.terms(record).lost if labelled(record) else "error of the outputs"
     about = (
@@ -235,7 +234,7 @@ def _axis(found: Sequence[Point], *, log: bool) -> Callable[[float], float]:
 
 def scatter(mode: str, name: str, x: Iterable[float | None], y: Iterable[float | None], **more: Any) -> dict[str, Any]:
     """Points, lines or both; ``more`` holds further keys of plotly."""
-    return {"type": "scatter", "mode": mode, "name": safe(name), "x": list(x), "y": list(y), **more}
+    return {"type": "scatter", "mode": mode, "name": escaped(name), "x": list(x), "y": list(y), **more}
 
 
 def _front_line(best: Sequence[Point], place: Callable[[float], float]) -> dict[str, Any]:
@@ -257,10 +256,10 @@ def _trace(
 ) -> dict[str, Any]:
     across = [(0.0, 0.0) if pale else (p.x - p.low, p.high - p.x) for p in own]
     along = [(0.0, 0.0) if pale else (p.speed.value - p.speed.low, p.speed.high - p.speed.value) for p in own]
-    colour = f"{colour} {PALE}" if pale else colour
+    colour = f"{colour} {DOMINATED_OPACITY}" if pale else colour
     error = {"color": colour}
-    marker = {"color": colour, "sizemode": "area", "sizeref": 2 * largest / AREA**2, "sizemin": 5, "opacity": 1.0} | {
-        "size": [point.size or SMALL for point in own],
+    marker = {"color": colour, "sizemode": "area", "sizeref": 2 * largest / MAX_DIAMETER**2, "sizemin": 5, "opacity": 1.0} | {
+        "size": [point.size or MIN_SIZE_MB for point in own],
         "symbol": ["circle" if point.keeps else "circle-open" for point in own],
         "line": {"width": [1 if pale and p.keeps else 2 for p in own], "color": "@paper" if pale else colour},
     }
@@ -268,13 +267,13 @@ def _trace(
     hover = {"hovertext": [point.hover for point in own], "hovertemplate": "%{hovertext}<extra></extra>"}
     more = hover | {
         "customdata": [point.row for point in own],
-        "error_x": _bars(across) | error,
-        "error_y": _bars(along) | error,
+        "error_x": _error_bars(across) | error,
+        "error_y": _error_bars(along) | error,
     }
     return scatter("markers", name, x, y, marker=marker, legendgroup=name, showlegend=False, **more)
 
 
-def _key(name: str, colour: str) -> dict[str, Any]:
+def _legend_entry(name: str, colour: str) -> dict[str, Any]:
     """The backend's entry in the legend, which would otherwise look like its first point."""
     return scatter("markers", name, [None], [None], legendgroup=name, marker={"color": colour, "size": 11})
 

@@ -19,7 +19,7 @@ from trimtab.study.record import Record
 
 NAME = 22
 """Terminal columns for names; the two studies share the rest."""
-MOST = 6
+MAX_NAMED = 6
 """Maximum recipes that are named for one kind of difference."""
 
 
@@ -172,14 +172,14 @@ def _states(left: Record, right: Record) -> Iterator[str]:
     other = _by_recipe(right)
     pairs = [(trial, other[trial.recipe.hash]) for trial in left.trials if trial.recipe.hash in other]
     changed = [(a, b) for a, b in pairs if a.state is not b.state]
-    for a, b in changed[:MOST]:
+    for a, b in changed[:MAX_NAMED]:
         why = words.clipped(next((t.reason for t in (b, a) if t.reason), ""), 160)
         yield f"{a.recipe} is {a.state} on the left and {b.state} on the right" + (f": {why}" if why else ".")
-    if len(changed) > MOST:
-        yield f"{words.count(len(changed) - MOST, 'other recipe')} ended in different states too."
-    alone = len(left.trials) - len(pairs), len(right.trials) - len(pairs)
-    if any(alone):
-        yield f"{words.count(alone[0], 'recipe')} tried on the left only, {alone[1]:,} on the right only."
+    if len(changed) > MAX_NAMED:
+        yield f"{words.count(len(changed) - MAX_NAMED, 'other recipe')} ended in different states too."
+    unmatched = len(left.trials) - len(pairs), len(right.trials) - len(pairs)
+    if any(unmatched):
+        yield f"{words.count(unmatched[0], 'recipe')} tried on the left only, {unmatched[1]:,} on the right only."
 
 
 def _differ(a: Interval, b: Interval) -> bool:
@@ -196,7 +196,7 @@ def _speed_differences(left: Record, right: Record) -> Iterator[str]:
         a, b = trial.speedup, getattr(other.get(trial.recipe.hash), "speedup", None)
         if a is None or b is None or not _differ(a, b):
             continue
-        words_of_it = f"{trial.recipe}: {words.speed(a)} on the left, {words.speed(b)} on the right."
-        found.append((abs(math.log(a.value / b.value)), words_of_it))
-    for _, sentence in sorted(found, key=lambda item: -item[0])[:MOST]:
+        sentence = f"{trial.recipe}: {words.speed(a)} on the left, {words.speed(b)} on the right."
+        found.append((abs(math.log(a.value / b.value)), sentence))
+    for _, sentence in sorted(found, key=lambda item: -item[0])[:MAX_NAMED]:
         yield sentence

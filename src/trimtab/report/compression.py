@@ -1,4 +1,4 @@
-"""The page of a study about compressed networks: what became of the layers, how they were trained, and what each form costs."""
+"""Compressed networks in the report: their layers, their training, and the figures of each compressed form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.trained import Trained
 from trimtab.core.trial import State, Trial
 from trimtab.report import formatting as words
-from trimtab.report.charts import Chart, safe, scatter
+from trimtab.report.charts import Chart, escaped, scatter
 from trimtab.study import ranking
 from trimtab.study.record import Record
 
@@ -61,7 +61,7 @@ def shown_form(record: Record) -> Trial | None:
 
 
 def layer_rows(record: Record) -> list[tuple[str, ...]]:
-    """A row of text for each layer of that form, with the columns :data:`LAYER_HEADS`."""
+    """A row of text for each layer of :func:`shown_form`, with the columns :data:`LAYER_HEADS`."""
     trial = shown_form(record)
     if trial is None or trial.network is None:
         return []
@@ -96,7 +96,7 @@ def sensitivity_rows(record: Record) -> list[tuple[str, ...]]:
 
 def rounding(record: Record) -> Chart | None:
     """The sensitivity of each layer as a bar, most sensitive first."""
-    found = [(safe(words.clipped(name, 40)), value) for name, value in sensitivities(record)[:BARS]]
+    found = [(escaped(words.clipped(name, 40)), value) for name, value in sensitivities(record)[:BARS]]
     if not found:
         return None
     names, values = zip(*found, strict=True)
@@ -135,7 +135,7 @@ def _training(found: Trained) -> tuple[str, ...]:
 
 
 def reasons(record: Record) -> list[str]:
-    """Why trainings did not end, in sentences."""
+    """Why trainings did not finish, in sentences."""
     return [f"{named(each.recipe)}: {plain(each.reason)}" for each in record.trainings if each.reason]
 
 
@@ -154,7 +154,7 @@ def spent(record: Record) -> str | None:
 
 
 def untried(record: Record) -> str | None:
-    """What else could be tried; ``None`` if it was."""
+    """A hint at compression, if the study did not try it; else ``None``."""
     return UNTRIED if record.mode == "infer" and record.status is not None and not record.compress else None
 
 
@@ -182,7 +182,7 @@ def curves(record: Record) -> Chart | None:
 
 
 def tradeoff(record: Record) -> Chart | None:
-    """Latency against score of every form, the original's and those without compression beside them."""
+    """Latency against score of all forms, compressed and not compressed."""
     found = [trial for trial in record.trials if trial.latency_ms is not None and trial.score is not None]
     if not any(trial.recipe.compresses for trial in found):
         return None
@@ -190,7 +190,7 @@ def tradeoff(record: Record) -> Chart | None:
     for name, compressed, colour in (("not compressed", False, "@quiet"), ("compressed", True, "@accent")):
         own = [trial for trial in found if trial.recipe.compresses is compressed]
         x = [trial.latency_ms.median for trial in own if trial.latency_ms is not None]
-        text = [safe(words.clipped(words.recipe(trial.recipe, record), 90)) for trial in own]
+        text = [escaped(words.clipped(words.recipe(trial.recipe, record), 90)) for trial in own]
         hover = "%{text}<br>%{x:.3g} ms, score %{y:.4f}<extra></extra>"
         marker = {"color": colour, "size": 10}
         y = [trial.score for trial in own]

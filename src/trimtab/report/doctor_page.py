@@ -8,8 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from trimtab.core.diagnosis import Diagnosis, standing
-from trimtab.report import doctor_text, doctor_trace
-from trimtab.report import doctor_words as said
+from trimtab.report import doctor_text, doctor_trace, doctor_words
 from trimtab.report import formatting as words
 from trimtab.report.page import PAGES, policy, source
 
@@ -28,7 +27,7 @@ def html(diagnosis: Diagnosis) -> str:
         record=record,
         name=shlex.join(diagnosis.words),
         poor=diagnosis.score.total < doctor_text.POOR,
-        shares=said.shares(record),
+        shares=doctor_words.shares(record),
         colour=doctor_trace.colour,
         rows=[(finding, standing(finding)) for finding in diagnosis.findings],
         badges=BADGES,
@@ -38,7 +37,7 @@ def html(diagnosis: Diagnosis) -> str:
         flame=flame,
         flame_height=flame_height,
         row_height=doctor_trace.ROW,
-        memory=said.memory(record),
+        memory=doctor_words.memory(record),
         curve="" if record.memory is None else doctor_trace.curve(record.memory.curve),
         steps=doctor_trace.curve(tuple(enumerate(record.times_ms))),
         longest=longest,
@@ -61,7 +60,6 @@ def profile_html(profile: Any) -> str:
 
 def _rendered(template: str, **values: Any) -> str:
     theme = source("theme")
-    page = PAGES.get_template(template).render(
-        said=said, words=words, style=Markup(source("style")), theme=Markup(theme), policy=policy([theme]), **values
-    )
+    shared = {"doctor_words": doctor_words, "words": words, "style": Markup(source("style")), "theme": Markup(theme)}
+    page = PAGES.get_template(template).render(shared, policy=policy([theme]), **values)
     return page.encode("utf-8", "replace").decode("utf-8")

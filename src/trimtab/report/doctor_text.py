@@ -10,7 +10,7 @@ from trimtab._internal.text import listed, plain
 from trimtab.core.diagnosis import Diagnosis, standing
 from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
-from trimtab.report import doctor_words as said
+from trimtab.report import doctor_words
 from trimtab.report import formatting as words
 
 POOR = 70
@@ -25,7 +25,7 @@ _GAIN = 23
 def text(diagnosis: Diagnosis, columns: int | None = None) -> str:
     """``diagnosis`` for a terminal of ``columns``, of which at most 100 are used."""
     width = words.columns(columns)
-    sections = (_verdict, _step, _remedies, _advice, _declined, _open, _effects, _end)
+    sections = (_verdict, _step, _remedies, _advice, _declined, _unmeasured, _side_effects, _score)
     blocks = [list(section(diagnosis)) for section in sections]
     lines = [line for block in blocks if block for line in block]
     return "\n".join(part for line in lines for part in _wrapped(line, width)).replace(NO_BREAK, " ")
@@ -53,15 +53,15 @@ def _verdict(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _step(diagnosis: Diagnosis) -> Iterator[str]:
     record = diagnosis.record
-    yield f"{said.step(record)}, {said.CONTAINED[record.contained]}."
-    split = said.shares(record)
+    yield f"{doctor_words.step(record)}, {doctor_words.CONTAINED[record.contained]}."
+    split = doctor_words.shares(record)
     if split:
         yield (
             "  "
             + "  ".join(f"{name} {share:.1%}" for name, _, share in split)
             + f"  ={NO_BREAK}{sum(s for *_, s in split):.1%}"
         )
-    if parts := said.run_parts(record):
+    if parts := doctor_words.run_parts(record):
         yield "  of the run: " + ", ".join(f"{name} {words.duration(seconds)}" for name, seconds in parts)
     for line in record.lines[:LINES]:
         yield f"  {line.share:>6.1%}  {line.phase:<9} {line.site}  {words.clipped(line.text, 56)}"
@@ -70,13 +70,13 @@ def _step(diagnosis: Diagnosis) -> Iterator[str]:
         slowest = record.operators[:OPERATORS]
         yield "  operators: " + ", ".join(f"{one.name} {one.ms / total:.0%}" for one in slowest if total)
     yield f"  bound by {diagnosis.bound.kind}: {diagnosis.bound.sentence}"
-    yield f"  used: {said.used(record)}"
-    if memory := said.memory(record):
+    yield f"  used: {doctor_words.used(record)}"
+    if memory := doctor_words.memory(record):
         yield f"  memory: {memory}"
 
 
 def _row(gain: Interval | None, what: str) -> str:
-    return f"  {said.gain(gain):<{_GAIN}} {what}"
+    return f"  {doctor_words.gain(gain):<{_GAIN}} {what}"
 
 
 def _remedies(diagnosis: Diagnosis) -> Iterator[str]:
@@ -87,12 +87,12 @@ def _remedies(diagnosis: Diagnosis) -> Iterator[str]:
         return
     yield "remedies, measured on this script in turns with it as written"
     for finding in pays:
-        yield _row(finding.gain, f"{said.remedy(finding)}; {said.losses(finding)}. {_why(finding)}")
+        yield _row(finding.gain, f"{doctor_words.remedy(finding)}; {doctor_words.losses(finding)}. {_message(finding)}")
     if (together := diagnosis.together) is not None and together.gain is not None:
         yield f"all that pays together: {together.gain.times()}, in fresh processes; losses {together.losses}"
 
 
-def _why(finding: Finding) -> str:
+def _message(finding: Finding) -> str:
     return finding.message.rstrip(".") + "."
 
 
@@ -102,14 +102,14 @@ def _advice(diagnosis: Diagnosis) -> Iterator[str]:
     if advice:
         yield "advice, with the most that it can bring"
     for finding in advice:
-        yield f"  {_most(finding):<{_GAIN}} {_advised(finding)}"
+        yield f"  {_ceiling(finding):<{_GAIN}} {_located_message(finding)}"
     if patch is not None:
         gain = f"measured {patch.gain.times()}; losses {patch.losses}" if patch.gain is not None else f"{patch.reason}"
         yield f"patch for {', '.join(patch.rules)}: {gain}"
         yield from (f"  not in the patch: {reason}" for reason in patch.left_out)
 
 
-def _most(finding: Finding) -> str:
+def _ceiling(finding: Finding) -> str:
     """The measured ceiling of advice, or the share of a step that its evidence shows."""
     if finding.most is not None and not finding.most.vague:
         return f"at most {max(finding.most.value, 1.0):.2f}x"
@@ -118,10 +118,10 @@ def _most(finding: Finding) -> str:
     return "" if not finding.share else f"{finding.share:.0%} of a step"
 
 
-def _advised(finding: Finding) -> str:
+def _located_message(finding: Finding) -> str:
     """The message, which says what to do, behind its line."""
     known = finding.where is None or finding.where in finding.message
-    return _why(finding) if known else f"{finding.where}: {_why(finding)}"
+    return _message(finding) if known else f"{finding.where}: {_message(finding)}"
 
 
 def _declined(diagnosis: Diagnosis) -> Iterator[str]:
@@ -131,36 +131,36 @@ def _declined(diagnosis: Diagnosis) -> Iterator[str]:
     rows = list[str]()
     for finding in lost:
         other = ": the losses differ, so it is another training" if standing(finding) == "other losses" else ""
-        rows.append(_row(finding.gain, f"{said.remedy(finding)}{other}"))
+        rows.append(_row(finding.gain, f"{doctor_words.remedy(finding)}{other}"))
     yield from dict.fromkeys(rows)
 
 
-def _open(diagnosis: Diagnosis) -> Iterator[str]:
+def _unmeasured(diagnosis: Diagnosis) -> Iterator[str]:
     left = [finding for finding in diagnosis.findings if standing(finding) == "not measured"]
     notes = list(dict.fromkeys([*diagnosis.notes, *diagnosis.record.notes]))
     if left or notes:
         yield "not measured"
     for finding in left:
-        yield f"  {said.remedy(finding)}: {said.unmeasured(finding)}. {_why(finding)}"
+        yield f"  {doctor_words.remedy(finding)}: {doctor_words.unmeasured(finding)}. {_message(finding)}"
     yield from (f"  {note}" for note in notes)
 
 
-def _effects(diagnosis: Diagnosis) -> Iterator[str]:
+def _side_effects(diagnosis: Diagnosis) -> Iterator[str]:
     record = diagnosis.record
     verb = "wrote" if record.contained == "in place" else "would have written"
     if record.writes:
-        yield f"it {verb}: {_some(record.writes)}"
+        yield f"it {verb}: {_listed(record.writes)}"
     if record.network:
-        yield f"it connected to: {_some(record.network)}"
+        yield f"it connected to: {_listed(record.network)}"
     if record.children:
-        yield f"it started: {_some(record.children)}"
+        yield f"it started: {_listed(record.children)}"
 
 
-def _some(items: tuple[str, ...]) -> str:
+def _listed(items: tuple[str, ...]) -> str:
     return listed([words.clipped(item, 80) for item in items], WRITES)
 
 
-def _end(diagnosis: Diagnosis) -> Iterator[str]:
+def _score(diagnosis: Diagnosis) -> Iterator[str]:
     found = diagnosis.score
     yield "score  " + "   ".join(f"{name} {points}" for name, points in found.categories.items())
     yield f"  total {found.sentence}"

@@ -92,11 +92,11 @@ def flame(record: ProbeRecord) -> tuple[list[Box], float]:
     """The sampled stacks as a flame graph that hangs from the top, and the height of the drawing. The width of a box is the
     share of a step in which its line ran or waited for a line below it."""
     found: list[Box] = []
-    _hang([(stack.calls, stack.share) for stack in record.stacks], 0, 0.0, found)
+    _add_boxes([(stack.calls, stack.share) for stack in record.stacks], 0, 0.0, found)
     return found, max((box.y + ROW for box in found), default=0.0)
 
 
-def _hang(stacks: list[tuple[tuple[str, ...], float]], depth: int, left: float, found: list[Box]) -> None:
+def _add_boxes(stacks: list[tuple[tuple[str, ...], float]], depth: int, left: float, found: list[Box]) -> None:
     """Add the boxes of ``stacks``, which agree above ``depth``, from ``left`` on."""
     below: dict[str, list[tuple[tuple[str, ...], float]]] = {}
     for calls, share in stacks:
@@ -115,5 +115,5 @@ def _hang(stacks: list[tuple[tuple[str, ...], float]], depth: int, left: float, 
                 title=f"{name}: {share:.1%}",
             )
         )
-        _hang(inner, depth + 1, left, found)
+        _add_boxes(inner, depth + 1, left, found)
         left += share

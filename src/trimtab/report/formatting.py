@@ -149,8 +149,8 @@ def clipped(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
-def some(lines: Iterable[str]) -> list[str]:
-    """Up to 20 distinct ``lines`` of up to 600 letters, and the number of those left out."""
+def limited(lines: Iterable[str]) -> list[str]:
+    """Up to 20 distinct ``lines`` of up to 600 characters each, and a line with the number of omitted lines."""
     found = list(dict.fromkeys(clipped(line, 600) for line in lines))
     if len(found) <= 21:
         return found
@@ -226,14 +226,14 @@ def _in_unit(values: Sequence[float | None], units: Sequence[tuple[float, str]],
     return [UNKNOWN if number is None else f"{digits(number)} {unit}" for number in shown]
 
 
-def alone(record: Record) -> bool:
-    """Whether latencies are of single calls, with as many examples as each recipe takes at once, and not from the timing."""
+def single_call_latencies(record: Record) -> bool:
+    """Whether latencies are of single calls with each recipe's batch size, instead of from the paired timing."""
     return record.objective == "throughput" and record.mode == "infer"
 
 
 def examples(trial: Trial | None, record: Record) -> int | None:
     """Examples in the call of a trial's latency; ``None`` if all trials have the same number."""
-    found = None if trial is None or not alone(record) else trial.latency_ms
+    found = None if trial is None or not single_call_latencies(record) else trial.latency_ms
     number = None if found is None else found.conditions.get("examples")
     return number if isinstance(number, int) else None
 

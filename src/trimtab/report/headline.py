@@ -144,15 +144,15 @@ def _speed(record: Record) -> Iterator[Tile]:
 
 
 def _latency(record: Record, found: Confirmation, first: Mapping[str, Any] | None, best: Mapping[str, Any]) -> tuple[str, str]:
-    """The latency of what ships, and that as written in the same unit, timed in turns: one of another minute is not
-    comparable."""
+    """The latency of what ships, and the baseline's in the same unit. Both are timed in turns, because latencies of different
+    minutes are not comparable."""
     now, before = best["latency_ms"]["median"], None if first is None else first["latency_ms"]["median"]
-    in_turns = found.comparison is not None and not words.alone(record)
+    in_turns = found.comparison is not None and not words.single_call_latencies(record)
     if in_turns and found.comparison is not None and not is_kept_original(best):
         before = found.comparison.rival.median
     value, written = words.all_milliseconds([now, before])
     below = "" if written == words.UNKNOWN else f"{written} as written"
-    if words.alone(record):  # timed one after the other, each with as many examples as its recipe takes
+    if words.single_call_latencies(record):  # timed one after the other, each with as many examples as its recipe takes
         examples = f"{below}{of_examples(record, first)}" if below else ""
         return value, "; ".join(part for part in (of_examples(record, best).strip(), examples) if part)
     return value, f"{below}, in turns with it" if below and in_turns and not is_kept_original(best) else below
@@ -188,16 +188,16 @@ def _cost(record: Record) -> Iterator[Tile]:
     elif found is not None and found.parity is not None and not labelled(record):
         yield Tile(f"error of the {terms.outputs}", words.error(found.parity.centred_error), f"of {found.parity.of}")
     if best is not None:
-        yield _beside("size on disk", best, first, "size_mb")
-        yield _beside("peak memory", best, first, "peak_mb")
-        yield _beside("cold start", best, first, "cold_s")
+        yield _compared_tile("size on disk", best, first, "size_mb")
+        yield _compared_tile("peak memory", best, first, "peak_mb")
+        yield _compared_tile("cold start", best, first, "cold_s")
     if record.energy is not None and record.energy.subject_j is not None:
         now, before = words.all_joules([record.energy.subject_j, record.energy.rival_j])
         yield Tile("energy of a call", now, "" if before == words.UNKNOWN else f"{before} as written")
 
 
-def _beside(name: str, best: Mapping[str, Any], first: Mapping[str, Any] | None, key: str) -> Tile:
-    """A figure of what ships, and that as written below it, in the same unit."""
+def _compared_tile(name: str, best: Mapping[str, Any], first: Mapping[str, Any] | None, key: str) -> Tile:
+    """A figure of what ships, with the baseline's figure below it in the same unit."""
     values = [best[key], None if first is None else first[key]]
     now, before = map(words.duration, values) if key == "cold_s" else words.all_megabytes(values)
     return Tile(name, now, "" if before == words.UNKNOWN else f"{before} as written")
@@ -225,7 +225,7 @@ def doubt(record: Record) -> str:
 
 def rungs(record: Record) -> list[dict[str, str]]:
     """The ladder as a table; each column has one unit."""
-    terms, several, found = words.terms(record), words.alone(record), record.ladder
+    terms, several, found = words.terms(record), words.single_call_latencies(record), record.ladder
     times = words.all_milliseconds([each["latency_ms"]["median"] for each in found])
     sizes = words.all_megabytes([each["size_mb"] for each in found])
     peaks = words.all_megabytes([each["peak_mb"] for each in found])
@@ -247,8 +247,8 @@ def rungs(record: Record) -> list[dict[str, str]]:
     ]
 
 
-def tested(record: Record) -> str | None:
-    """The original's score on the data of the best rung's score, if that is other data than the other rungs'."""
+def test_score_note(record: Record) -> str | None:
+    """A sentence with the original's score on the test data, if the best rung is scored on other data than the other rungs."""
     found, terms = record.confirmation, words.terms(record)
     if found is None or not found.ok or found.before in (None, record.prepared.score):
         return None

@@ -1,4 +1,4 @@
-"""The best recipes beside the original, and what each step of the winner brought."""
+"""The table of the best recipes beside the original, and the waterfall of the winner's steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class LeaderTable:
     """The original and the best recipes as columns: headings, and rows of a name and one figure for each column."""
 
     heads: tuple[str, ...]
@@ -41,7 +41,7 @@ class Bar:
     """Whether the bar begins at zero: the first step, and the figure that was measured again."""
 
 
-def beside(record: Record) -> Beside | None:
+def leader_table(record: Record) -> LeaderTable | None:
     """The original and the best three recipes within the limits, all with the figures of the search; ``None`` if there is no
     other recipe than the original."""
     first = next((trial for trial in record.trials if trial.speedup is not None), None)
@@ -52,16 +52,16 @@ def beside(record: Record) -> Beside | None:
         return None
     shown = (first, *best)
     heads = ("the original", *(f"{n}{', ships' * (each.recipe.hash == record.best)}" for n, each in enumerate(best, 1)))
-    return Beside(heads, tuple(_rows(shown, record)))
+    return LeaderTable(heads, tuple(_rows(shown, record)))
 
 
 def _rows(shown: tuple[Trial, ...], record: Record) -> Iterator[tuple[str, tuple[str, ...]]]:
     terms = words.terms(record)
     yield "recipe", ("as written", *(plain(words.recipe(each.recipe, record)) for each in shown[1:]))
     yield "speed-up", ("1.00x", *(words.speed(each.speedup) for each in shown[1:]))
-    if not words.alone(record):  # of each pair of timings, so that the quotient fits the speed-up
-        pairs = [None if each.comparison is None else _pair(each.comparison) for each in shown]
-        yield f"{terms.measure}", (_own(shown[0]), *(pair or words.UNKNOWN for pair in pairs[1:]))
+    if not words.single_call_latencies(record):  # of each pair of timings, so that the quotient fits the speed-up
+        pairs = [None if each.comparison is None else _paired_latencies(each.comparison) for each in shown]
+        yield f"{terms.measure}", (_latency(shown[0]), *(pair or words.UNKNOWN for pair in pairs[1:]))
     if labelled(record):
         yield terms.score, tuple(words.score(each.score, record) for each in shown)
         yield f"{terms.drop} (≤ bound)", ("–", *(words.drop(each.drop, record) for each in shown[1:]))
@@ -73,11 +73,11 @@ def _rows(shown: tuple[Trial, ...], record: Record) -> Iterator[tuple[str, tuple
     yield "cold start", tuple(words.duration(each.cold_s) for each in shown)
 
 
-def _own(trial: Trial) -> str:
+def _latency(trial: Trial) -> str:
     return words.milliseconds(trial.latency_ms.median if trial.latency_ms else None)
 
 
-def _pair(found: Comparison) -> str:
+def _paired_latencies(found: Comparison) -> str:
     """``2.20 ms, the original 13.1 ms``: both medians of one comparison, in one unit."""
     now, before = words.all_milliseconds([found.candidate.median, found.rival.median])
     return f"{now}, the original {before}"
@@ -90,7 +90,7 @@ def waterfall(record: Record) -> list[Bar]:
         return []
     again = record.confirmation.speedup if record.confirmation is not None and record.confirmation.again else None
     timed = record.objective in ("latency", "throughput")
-    top = max([*found, again.value] if again is not None and timed and _drawn(again) else found)
+    top = max([*found, again.value] if again is not None and timed and _is_drawable(again) else found)
     return list(_bars(record, top, again if timed else None))
 
 
@@ -109,7 +109,7 @@ def _bars(record: Record, top: float, again: Interval | None) -> Iterator[Bar]:
         last = now
     found = record.confirmation
     if again is not None and found is not None:
-        value = again.value if _drawn(again) else 0.0
+        value = again.value if _is_drawable(again) else 0.0
         score = words.score(found.score, record) if labelled(record) else ""
         yield Bar("measured again", "in fresh processes", words.speed(again), "", score, *_share(0.0, value, top), total=True)
 
@@ -118,7 +118,7 @@ def _share(start: float, end: float, top: float) -> tuple[float, float]:
     return round(100 * start / top, 2), round(100 * (end - start) / top, 2)
 
 
-def _drawn(found: Interval) -> bool:
+def _is_drawable(found: Interval) -> bool:
     return words.known(found.value) is not None and not found.vague
 
 
@@ -126,11 +126,11 @@ def _value(step: Step, record: Record) -> float | None:
     """The figure of a step in the objective, if it is known well enough to be drawn."""
     if record.objective in ("memory", "size"):
         return words.known(step.peak_mb if record.objective == "memory" else step.size_mb)
-    return None if step.speedup is None or not _drawn(step.speedup) else words.known(step.speedup.value)
+    return None if step.speedup is None or not _is_drawable(step.speedup) else words.known(step.speedup.value)
 
 
 def _gain(step: Step) -> str:
-    """``2.10x``, or ``1.03x, not sure`` if the intervals of this step and the one before meet."""
+    """``2.10x``, or ``1.03x, not sure`` if the intervals of this step and the previous step overlap."""
     if step.gain is None:
         return ""
     return words.times(step.gain) + ("" if step.sure else ", not sure")

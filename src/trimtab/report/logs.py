@@ -1,4 +1,4 @@
-"""Ends of logs, cut so that all of them fit into a report of bounded size."""
+"""The ends of logs, cut so that a report has a bounded size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trimtab._internal.serialization import to_json
 from trimtab._internal.text import plain
 from trimtab.core.trial import State, Trial
 
-MOST, LEAST, EACH = 600_000, 120_000, 12_000
-"""Bytes of the report for the logs of all trials, if there are few trials and if there are many, and for one log."""
-ROW = 2_200
+MAX_LOG_BYTES, MIN_LOG_BYTES, MAX_BYTES_PER_LOG = 600_000, 120_000, 12_000
+"""Bytes of the report for all logs with few trials and with many trials, and for one log."""
+ROW_BYTES = 2_200
 """Bytes of the report for a trial without its log."""
-BROKEN = 4
-"""Factor on the log size of a trial that failed."""
+FAILED_WEIGHT = 4
+"""Weight of a failed trial's log; others have 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ def embedded(value: Any) -> str:
 
 def allowances(trials: Sequence[Trial], refused: Collection[str] = ()) -> list[int]:
     """Bytes of the report for the log of each trial. Failed trials, and recipes whose hash is in ``refused``, get more."""
-    broke = [trial.state in (State.FAILED, State.MISMATCH) or trial.recipe.hash in refused for trial in trials]
-    weights = [BROKEN if each else 1 for each in broke]
-    total = max(LEAST, MOST - ROW * max(0, len(trials) - 200))
-    return [min(EACH, total * weight // sum(weights)) for weight in weights]
+    failed = [trial.state in (State.FAILED, State.MISMATCH) or trial.recipe.hash in refused for trial in trials]
+    weights = [FAILED_WEIGHT if each else 1 for each in failed]
+    total = max(MIN_LOG_BYTES, MAX_LOG_BYTES - ROW_BYTES * max(0, len(trials) - 200))
+    return [min(MAX_BYTES_PER_LOG, total * weight // sum(weights)) for weight in weights]
 
 
 def tail(folder: pathlib.Path, log: str | None, most: int) -> Tail | None:

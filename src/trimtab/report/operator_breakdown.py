@@ -50,8 +50,8 @@ def sides(record: Record) -> list[Side]:
             recipe=plain(each.recipe),
             source=plain(each.source),
             bars=tuple(_bar(row, longest) for row in _shown(each)),
-            summary=" ".join(_summary(each, several=words.alone(record))),
-            notes=tuple(words.some(each.notes)),
+            summary=" ".join(_summary(each, several=words.single_call_latencies(record))),
+            notes=tuple(words.limited(each.notes)),
         )
         for name, each in found.items()
     ]
@@ -145,7 +145,7 @@ def _roof_line(name: str, found: Explanation) -> tuple[str, ...]:
 
 def runtime_notes(record: Record) -> list[str]:
     """Messages of the runtime about what ships: operators that it could not run natively, sizes that it could not keep."""
-    return [] if record.winner is None else words.some(record.winner.notes)
+    return [] if record.winner is None else words.limited(record.winner.notes)
 
 
 def no_notes(record: Record) -> str:

@@ -122,7 +122,7 @@ def data(record: Record) -> list[Fact]:
 
 
 def _test_data_seen(record: Record) -> str:
-    """The number of recipes that saw the test data: each refused one makes a lucky pass more likely for the next."""
+    """How many recipes saw the test data. Each refused recipe raises the chance that a later one passes by luck."""
     number = len(record.tried)
     if not number:
         return "only recipes that are confirmed see it"
@@ -149,8 +149,8 @@ def undecided_exact(record: Record) -> int:
     )
 
 
-def excused(record: Record) -> str:
-    """Why exact undecided recipes may ship, in a sentence; empty if there are none."""
+def exact_recipes_note(record: Record) -> str:
+    """How exact recipes are judged that the data cannot decide, in a sentence; empty if there are none."""
     number = undecided_exact(record)
     if not number:
         return ""
@@ -160,9 +160,9 @@ def excused(record: Record) -> str:
 
 
 def notes(record: Record) -> list[str]:
-    """All other notes, once each, without those that the verdict says."""
+    """All other notes, without repetitions and without those that the verdict states."""
     peaks = () if record.peaks is None else record.peaks.notes
-    return words.some(without_repeats(record.sentence, (*record.prepared.notes, *record.notes, *peaks)))
+    return words.limited(without_repeats(record.sentence, (*record.prepared.notes, *record.notes, *peaks)))
 
 
 def machine(record: Record) -> list[Fact]:
@@ -185,7 +185,7 @@ def machine(record: Record) -> list[Fact]:
 
 
 def _energy(record: Record) -> Iterator[Fact]:
-    """What counted the energy of a call, or why nothing did."""
+    """The scope of the energy measurement, or why energy was not measured."""
     if record.energy is not None:
         yield "energy of a call", plain(record.energy.reason or f"counted for the {record.energy.scope}")
 

@@ -1,4 +1,4 @@
-"""What a study was asked for, and how its result is used."""
+"""The request of a study, and the code that uses its result."""
 
 from __future__ import annotations
 

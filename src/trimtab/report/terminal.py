@@ -61,7 +61,7 @@ class Screen:
 
 def text(record: Record, columns: int | None = None) -> str:
     """``record`` in at most 40 lines, the verdict first, for a terminal of ``columns``, of which at most 100 are used."""
-    sections = (_answer, _ladder, _trials, _compressed, _reasons, _trusted, _again)
+    sections = (_verdict, _ladder, _trials, _compressed, _reasons, _reliability, _reproduction)
     for spare in SPARE:
         screen = Screen(words.columns(columns), spare)
         blocks = [block for section in sections if (block := list(section(record, screen)))]
@@ -71,7 +71,7 @@ def text(record: Record, columns: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in lines[:LINES])
 
 
-def _answer(record: Record, screen: Screen) -> Iterator[str]:
+def _verdict(record: Record, screen: Screen) -> Iterator[str]:
     head = f"{record.workload}: {headline.headline(record)}   [last run {record.started}, {words.duration(record.seconds)}]"
     yield from screen.wrapped(head, 1, hang=4)
     yield from screen.wrapped(headline.sentence(record), 3)
@@ -86,17 +86,17 @@ def _ladder(record: Record, screen: Screen) -> Iterator[str]:
     found, terms = headline.rungs(record), words.terms(record)
     if not found:
         return
-    speed = _wide(rung["speed-up"] for rung in found[:4])
+    speed = _speed_columns(rung["speed-up"] for rung in found[:4])
     head = f"{'LADDER':<11} {'speed-up':<{speed}} {terms.measure:>12} {terms.score:>12} {terms.drop + ' at most':>12}"
     yield f"{head}  recipe" if screen.wide else head[: screen.width]
     for rung in found[:4]:
         figures = f"{rung[terms.measure]:>12} {rung[terms.score]:>12} {rung['at most']:>12}"
         yield from screen.row(f"{rung['rung']:<11} {rung['speed-up']:<{speed}} {figures}", rung["recipe"])
-    if words.alone(record):
+    if words.single_call_latencies(record):
         many = ", ".join(rung["examples a call"] for rung in found[:4])
         yield from screen.wrapped(f"A latency is that of one call alone; examples a call, from the top: {many}.", 1)
-    if said := headline.tested(record):
-        yield from screen.wrapped(said, 1)
+    if note := headline.test_score_note(record):
+        yield from screen.wrapped(note, 1)
 
 
 def _trials(record: Record, screen: Screen) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _trials(record: Record, screen: Screen) -> Iterator[str]:
     marks = "  (* ships, + keeps the limits)" if measured else ""
     yield from screen.wrapped(f"TRIALS  {headline.tally(record)}{marks}", 1, hang=8)
     shown = measured[: 5 if screen.wide else 2]
-    speed = _wide(words.speed(row.trial.speedup) for row in shown)
+    speed = _speed_columns(words.speed(row.trial.speedup) for row in shown)
     for row in shown:
         mark = "*" if row.ships else "+" if row.keeps else " "
         yield from screen.row(f"{mark} {words.speed(row.trial.speedup):<{speed}} {_figures(row, record)}", row.recipe)
@@ -115,7 +115,7 @@ def _trials(record: Record, screen: Screen) -> Iterator[str]:
         yield from screen.wrapped("Not tried: smaller networks (--compress auto).", 1)
 
 
-def _wide(speeds: Iterable[str]) -> int:
+def _speed_columns(speeds: Iterable[str]) -> int:
     """Columns that these speed-ups need."""
     return max([23, *map(len, speeds)])
 
@@ -152,7 +152,7 @@ def _reasons(record: Record, screen: Screen) -> Iterator[str]:
         yield from screen.wrapped(f"{side.title}: {slowest}{roof}", 2, hang=4)
 
 
-def _trusted(record: Record, screen: Screen) -> Iterator[str]:
+def _reliability(record: Record, screen: Screen) -> Iterator[str]:
     confirmed = "; ".join(f"{name}: {value}" for name, value in reliability.confirmation(record)[:3])
     yield from screen.wrapped(f"TRUST  {confirmed}", 2, hang=7)
     if quiet := reliability.noise(record):
@@ -167,7 +167,7 @@ def _trusted(record: Record, screen: Screen) -> Iterator[str]:
         yield from screen.wrapped(f"note: {note}", 1, hang=4)
 
 
-def _again(record: Record, screen: Screen) -> Iterator[str]:
+def _reproduction(record: Record, screen: Screen) -> Iterator[str]:
     for command in reliability.commands(record)[:1]:
         yield from screen.wrapped(f"AGAIN  {command}", 2, hang=7)
     found = record.environment

@@ -13,13 +13,13 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.evaluation.confirm import Confirmation
 from trimtab.report import formatting as words
-from trimtab.report.logs import LEAST, MOST, ROW, Tail, allowances, fitted, tail
+from trimtab.report.logs import MAX_LOG_BYTES, MIN_LOG_BYTES, ROW_BYTES, Tail, allowances, fitted, tail
 from trimtab.study import ranking
 from trimtab.study.record import Record
 
-MAXIMUM = 200 + (MOST - LEAST) // ROW
+MAX_ROWS = 200 + (MAX_LOG_BYTES - MIN_LOG_BYTES) // ROW_BYTES
 """Maximum rows of a report."""
-REASON = 240
+MAX_REASON = 240
 """Letters of a reason in the table; a click shows all of it."""
 
 
@@ -87,7 +87,7 @@ def columns(record: Record) -> tuple[Column, ...]:
     error = Column("error", about, minor=labelled(record))
     latency = Column(terms.measure, f"Median time of one {terms.call}.")
     drop = Column(f"{terms.drop} (≤ bound)", f"The {terms.lost} {terms.searched}, and the upper bound of that.")
-    several = [EXAMPLES] if words.alone(record) else []
+    several = [EXAMPLES] if words.single_call_latencies(record) else []
     return (
         SPEED,
         latency,
@@ -108,11 +108,11 @@ def rows(record: Record) -> list[Row]:
         speed = words.known(trial.speedup.value) if trial.speedup else None
         return place.get(trial.recipe.hash, len(place)), int(speed is None), -(speed or 0.0), trial.number
 
-    return [_row(trial, record, trial.recipe.hash in place) for trial in sorted(record.trials, key=order)[:MAXIMUM]]
+    return [_row(trial, record, trial.recipe.hash in place) for trial in sorted(record.trials, key=order)[:MAX_ROWS]]
 
 
 def why_not(trial: Trial, record: Record) -> str:
-    """Why ``trial`` does not ship: the reason of its state, the limit that it misses, its refusal, or how it compares with what
+    """Why ``trial`` does not ship: the reason for its state, the limit that it misses, its refusal, or its comparison with what
     ships; empty for what ships, and if nothing does."""
     if trial.state is not State.COMPLETE:
         return plain(trial.reason or "")
@@ -125,7 +125,7 @@ def why_not(trial: Trial, record: Record) -> str:
         return "Refused when it was measured again; Trust says why."
     if trial.recipe == _original(record):
         return "The original." if record.status == "improved" else ""
-    return _behind(trial, winner, record)
+    return _compared_with_winner(trial, winner, record)
 
 
 def _original(record: Record) -> Recipe | None:
@@ -133,7 +133,7 @@ def _original(record: Record) -> Recipe | None:
     return record.trials[0].recipe if record.trials else None
 
 
-def _behind(trial: Trial, winner: Trial, record: Record) -> str:
+def _compared_with_winner(trial: Trial, winner: Trial, record: Record) -> str:
     """How a complete trial compares with what ships, in the objective and in the search."""
     who = "the original" if record.status == "kept_original" else "the winner"
     if record.objective in ("memory", "size"):
@@ -172,7 +172,7 @@ def _cells(trial: Trial, record: Record) -> Iterator[Cell]:
     yield Cell(_or_dash(words.speed(trial.speedup)), known(trial.speedup.value) if trial.speedup else None)
     latency = trial.latency_ms.median if trial.latency_ms else None
     yield Cell(_or_dash(words.milliseconds(latency)), known(latency))
-    if words.alone(record):
+    if words.single_call_latencies(record):
         examples = words.examples(trial, record)
         yield Cell("–" if examples is None else f"{examples:,}", examples)
     if labelled(record):
@@ -204,29 +204,29 @@ def details(found: Sequence[Row], folder: pathlib.Path, record: Record) -> list[
 def _details(row: Row, folder: pathlib.Path, record: Record, again: Confirmation | None, most: int) -> dict[str, Any]:
     trial = row.trial
     texts = {
-        "reason": fitted(row.reason, most // 4) if len(row.reason) > REASON else "",
+        "reason": fitted(row.reason, most // 4) if len(row.reason) > MAX_REASON else "",
         "notes": fitted(plain("\n".join(trial.notes)), most // 4),
         "traceback": fitted(plain(trial.traceback or "").strip("\n"), most // 3),
-        "again": "" if again is None else _again(again, folder, most // 2),
+        "again": "" if again is None else _confirmation_text(again, folder, most // 2),
     }
     used = sum(len(text.encode()) for text in texts.values())
     log = tail(folder, trial.log, max(most // 4, most - used))
     if log is not None:
-        texts |= {"log": log.text, "path": _place(trial.log, log)}
+        texts |= {"log": log.text, "path": _log_caption(trial.log, log)}
     facts = [list(fact) for fact in _facts(trial, record)]
     return {name: text for name, text in texts.items() if text} | {"facts": facts}
 
 
-def _again(found: Confirmation, folder: pathlib.Path, most: int) -> str:
+def _confirmation_text(found: Confirmation, folder: pathlib.Path, most: int) -> str:
     """The result of a confirmation, in at most ``most`` bytes of JSON: why it was refused, and the end of its log."""
     log = tail(folder, found.log, most // 2)
     parts = [plain(found.reason or ""), plain(found.traceback or "").strip("\n")]
     if log is not None:
-        parts.append(f"{_place(found.log, log)}:\n{log.text}")
+        parts.append(f"{_log_caption(found.log, log)}:\n{log.text}")
     return fitted("\n\n".join(part for part in parts if part), most)
 
 
-def _place(path: str | None, log: Tail) -> str:
+def _log_caption(path: str | None, log: Tail) -> str:
     """The path of a log, and how much of it is shown."""
     cut = f", the last {words.digits(len(log.text.encode()) / 1e3, 2)} kB of {words.digits(log.whole / 1e3, 2)} kB"
     return f"{path}{cut if log.cut else ''}"

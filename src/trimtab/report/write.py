@@ -19,10 +19,10 @@ def write(run_folder: pathlib.Path, out: pathlib.Path | None = None) -> pathlib.
     """
     record = Record.read(run_folder)
     target = run_folder / report_name(record.workload) if out is None else out
-    return keep(html(record, run_folder), target)
+    return save_text(html(record, run_folder), target)
 
 
-def keep(text: str, target: pathlib.Path) -> pathlib.Path:
+def save_text(text: str, target: pathlib.Path) -> pathlib.Path:
     """Write ``text`` to ``target`` atomically.
 
     Raises:
