@@ -42,7 +42,7 @@ SCRIPT_LINES = 24
 
 Built = dict[str, tuple[Candidate, Executable]]
 
-_known: dict[tuple[str, type[Any]], Built] = {}
+_compiled_cache: dict[tuple[str, type[Any]], Built] = {}
 
 
 class BackendSuite:
@@ -92,7 +92,7 @@ class BackendSuite:
             for dim in candidate.signature.dims:
                 kept = next((kept for kept in executable.signature.dims if kept.name == dim.name), None)
                 for size in (1, 2, 5):
-                    args, kwargs = _at(candidate, dim.name, size)
+                    args, kwargs = _inputs_at_size(candidate, dim.name, size)
                     if kept is not None and size in kept:
                         want = candidate.model(*args, **kwargs)
                         where = f"{backend} on {name} with {dim.name}={size}"
@@ -123,7 +123,7 @@ class BackendSuite:
     def test_strides_do_not_matter(self, backend: Backend, built: Built) -> None:
         """Inputs may have any strides, including unusual strides of dimensions of size one."""
         for name, (candidate, executable) in built.items():
-            for spread in (_every_second, _channels_last, _odd_ones):
+            for spread in (_interleaved, _channels_last, _unusual_unit_strides):
                 args, kwargs = unflatten(candidate.signature.input_structure, [spread(leaf) for leaf in candidate.leaves])
                 want = candidate.model(*args, **kwargs)
                 assert_close(want, executable(*args, **kwargs), exact=backend.exact, where=f"{backend} on {name}")
@@ -201,9 +201,9 @@ class BackendSuite:
 
 def _compiled(key: str, suite: type[BackendSuite], backend: Backend) -> Built:
     """The result of :attr:`BackendSuite.built`, cached: compiling again for each test would take minutes."""
-    if (key, suite) in _known:
-        return _known[key, suite]
-    found = _known[key, suite] = {}
+    if (key, suite) in _compiled_cache:
+        return _compiled_cache[key, suite]
+    found = _compiled_cache[key, suite] = {}
     for name, make in suite.cases.items():
         if name in CASES and name not in (QUICK if backend.cost == "seconds" else SLOW):
             continue
@@ -223,7 +223,7 @@ def _compiled(key: str, suite: type[BackendSuite], backend: Backend) -> Built:
     return found
 
 
-def _at(candidate: Candidate, name: str, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs_at_size(candidate: Candidate, name: str, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     pairs = zip(candidate.leaves, candidate.signature.inputs, strict=True)
     args, kwargs = unflatten(candidate.signature.input_structure, [resized(t, s.shape, name, size) for t, s in pairs])
     return tuple(args), dict(kwargs)
@@ -245,7 +245,7 @@ def _refuses_or_agrees(candidate: Candidate, executable: Executable, args: Any, 
         assert_close(candidate.model(*args, **kwargs), got, exact=True, where="an input that was not in the contract")
 
 
-def _every_second(leaf: torch.Tensor) -> torch.Tensor:
+def _interleaved(leaf: torch.Tensor) -> torch.Tensor:
     return torch.stack([leaf, leaf], dim=-1)[..., 0]
 
 
@@ -257,6 +257,6 @@ def _channels_last(leaf: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _odd_ones(leaf: torch.Tensor) -> torch.Tensor:
+def _unusual_unit_strides(leaf: torch.Tensor) -> torch.Tensor:
     strides = [7 if size == 1 else stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)]
     return leaf.contiguous().as_strided(leaf.shape, strides)

@@ -79,7 +79,7 @@ class ScriptCheckSuite:
         raise NotImplementedError("Override the fixture `technique` to return the check under test.")
 
     def faulty(self) -> Mapping[str, ProbeRecord]:
-        """Records, by a name for messages, with a fault that the check finds. :func:`dataclasses.replace` makes them from sound
+        """Records with a fault that the check finds, by a name for messages. :func:`dataclasses.replace` makes them from sound
         ones."""
         raise NotImplementedError("Override faulty() to give records with what the check is made to find.")
 
@@ -143,11 +143,11 @@ def assert_script_finding(finding: Finding, check: Check) -> None:
         assert_sentence(finding.edit.advice)
         assert finding.edit.site
         if finding.edit.replacement is not None:
-            ast.parse(textwrap.dedent(_whole(finding.edit.replacement)))
+            ast.parse(textwrap.dedent(_complete_statement(finding.edit.replacement)))
 
 
-def _whole(text: str) -> str:
-    """``text`` with a body, if it is the head of a compound statement."""
+def _complete_statement(text: str) -> str:
+    """``text`` with ``pass`` as its body, if it is the header of a compound statement."""
     last = text.splitlines()[-1]
     return f"{text}\n{last[: len(last) - len(last.lstrip())]}    pass" if last.rstrip().endswith(":") else text
 

@@ -179,7 +179,7 @@ class Clipping(nn.Module):
 def convnet() -> Candidate:
     """Batch of 2 images, dynamic batch."""
     return _candidate(
-        lambda: _settled(ConvNet()), lambda: ((torch.randn(2, 3, 12, 12),), {}), {"images": {0: Dim("batch", max=64)}}
+        lambda: _trained(ConvNet()), lambda: ((torch.randn(2, 3, 12, 12),), {}), {"images": {0: Dim("batch", max=64)}}
     )
 
 
@@ -220,7 +220,7 @@ def anchored() -> Candidate:
 
 def shared() -> Candidate:
     """Batch of 2 images, all sizes fixed, through a layer that two parents share."""
-    return _candidate(lambda: _settled(Shared()), lambda: ((torch.randn(2, 3, 8, 8),), {}), {})
+    return _candidate(lambda: _trained(Shared()), lambda: ((torch.randn(2, 3, 8, 8),), {}), {})
 
 
 def deciding() -> Candidate:
@@ -254,8 +254,8 @@ def _candidate(make: Callable[[], nn.Module], inputs: Callable[[], Any], dynamic
     return Candidate.of(model, args, kwargs, dynamic=dynamic, calibration=calibration)
 
 
-def _settled(model: nn.Module) -> nn.Module:
-    """``model`` with batch-norm statistics as after training; fresh statistics would hide wrong folds."""
+def _trained(model: nn.Module) -> nn.Module:
+    """``model`` with batch-norm statistics as after training. Initial statistics would hide wrong folds."""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

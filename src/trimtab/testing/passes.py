@@ -46,7 +46,7 @@ class PassSuite:
         return [(name, make()) for name, make in self.cases.items()]
 
     def willing(self, technique: Pass) -> list[tuple[str, Candidate]]:
-        """The cases that the pass accepts. One that compresses may find only as it is applied that nothing can be removed."""
+        """The cases that the pass accepts. A compressing pass may refuse a case only when it is applied."""
         found = [(name, candidate) for name, candidate in self.candidates() if technique.blocked(candidate) is None]
         if not technique.compresses:
             return found
