@@ -27,11 +27,11 @@ MOST_CALLS = 64
 class FakeQuant(Pass):
     """Round the inputs, weights and outputs of convolutions and linear layers to 8 bits, in the model itself.
 
-    ONNX Runtime and OpenVINO run the result in int8, and ``recover`` trains it: quantization-aware training is this pass and
-    that one. Pays off where the runtime's own int8 form is fast and misses the accuracy limit; on CPUs with VNNI int8 gained
-    2 to 4 times, and without it seldom anything. It cannot pay in eager mode, which only simulates. Ranges of activations come
-    from the calibration inputs and stay as they are; weights have one scale for each output channel, which follows the weights
-    in training, and 7 bits on CPUs where sums of 8-bit products saturate. Batch norms are folded first.
+    ONNX Runtime and OpenVINO run the result in int8. This pass followed by ``recover`` is quantization-aware training. Pays off
+    where the runtime's own int8 form is fast and misses the accuracy limit; on CPUs with VNNI int8 gained 2 to 4 times, and
+    without it seldom anything. It cannot pay in eager mode, which only simulates int8. Activation ranges come from the
+    calibration inputs and are fixed. Weights have one scale per output channel, which follows the weights in training, and 7
+    bits on CPUs where sums of 8-bit products saturate. Batch norms are folded first.
     Source: Jacob et al. 2018, https://arxiv.org/abs/1712.05877
     """
 

@@ -15,10 +15,10 @@ from trimtab.tensors.deepcopy import copied
 class Student(Pass):
     """Take ``Workload(student=...)``, a smaller network of the user's own, instead of the model.
 
-    Pays off where a network of another kind does the same work, such as one without recurrence or with fewer layers of another
-    form, which no removal of parts leads to. Its outputs must have the shapes of the model's. It knows nothing until
-    ``recover`` has trained it to follow the model (knowledge distillation), which takes more updates than a pruned network,
-    because it begins with its own weights. It cannot pay where it is as slow as the model, which is timed before it is trained.
+    Pays off where another architecture does the same work, such as one without recurrence or with fewer layers of another form,
+    which pruning cannot reach. Its outputs must have the shapes of the model's. Its outputs are useless until ``recover`` has
+    trained it to follow the model (knowledge distillation), which takes more updates than for a pruned network, because it does
+    not start from the model's weights. It cannot pay if it is as slow as the model, which is timed before it is trained.
     Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531
     """
 

@@ -19,10 +19,10 @@ class SwapActivations(Pass):
     """Put ReLU in the place of GELU, SiLU, Mish and other smooth activation functions.
 
     Pays off where such a function is not fused and takes a noticeable share of a call, as in small convolutional networks with
-    SiLU, and before 8 bits, because ReLU fuses into the layer before it. It cannot pay where arithmetic of layers takes the
-    time. The result is another network, which answers wrong until ``recover`` has trained it: a recipe without it is refused,
-    and no search tries it unless asked for. Functions that the model calls itself, as ``functional.gelu``,
-    are not visible as modules and stay; those of ``nn.TransformerEncoderLayer`` are replaced.
+    SiLU, and before quantization, because ReLU fuses into the layer before it. It cannot pay where the layers themselves take
+    the time. The outputs are wrong until ``recover`` has trained the network: recipes without ``recover`` are refused, and
+    searches try the pass only if asked. Functions that the model calls itself, such as ``functional.gelu``, are not visible as
+    modules and stay; those of ``nn.TransformerEncoderLayer`` are replaced.
     Source: Mirzadeh et al. 2023, https://arxiv.org/abs/2310.04564
     """
 
