@@ -53,7 +53,7 @@ def first_line(error: BaseException) -> str:
     while error.__cause__ is not None and (type(error).__module__.startswith("torch.onnx.") or str(error).startswith(_WRAPPED)):
         error = error.__cause__
     lines = [line.strip().removeprefix("-- ") for line in plain(error_text(error)).splitlines()]
-    saying = [line for line in lines if len(line) > 3 and not line.startswith(_EMPTY)]
-    saying.sort(key=lambda line: not line.startswith(_UNKNOWN))
-    text = "\n".join(saying)
+    informative = [line for line in lines if len(line) > 3 and not line.startswith(_EMPTY)]
+    informative.sort(key=lambda line: not line.startswith(_UNKNOWN))
+    text = "\n".join(informative)
     return f"{type(error).__name__}: {summary_line(text)[:300]}"

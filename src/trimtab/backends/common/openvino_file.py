@@ -167,10 +167,10 @@ class Buffers:
         self.tensor = runtime().Tensor
         self.request = compiled.create_infer_request()
         inputs = [(_static_shape(port), spec.dtype) for port, spec in zip(compiled.inputs, signature.inputs, strict=True)]
-        self.known = [(_static_shape(port), spec.dtype) for port, spec in zip(compiled.outputs, signature.outputs, strict=True)]
-        self.inputs = [self._keep(i, shape, dtype, "input") for i, (shape, dtype) in enumerate(inputs)]
+        self.specs = [(_static_shape(port), spec.dtype) for port, spec in zip(compiled.outputs, signature.outputs, strict=True)]
+        self.inputs = [self._buffer(i, shape, dtype, "input") for i, (shape, dtype) in enumerate(inputs)]
         self.outputs = [
-            None if i in passthrough else self._keep(i, shape, dtype, "output") for i, (shape, dtype) in enumerate(self.known)
+            None if i in passthrough else self._buffer(i, shape, dtype, "output") for i, (shape, dtype) in enumerate(self.specs)
         ]
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
@@ -188,8 +188,8 @@ class Buffers:
             for i, kept in enumerate(self.outputs)
         ]
 
-    def _keep(self, index: int, shape: list[int] | None, dtype: str, side: str) -> Array | None:
-        """A buffer of the request for a small tensor of known size; ``None`` for others."""
+    def _buffer(self, index: int, shape: list[int] | None, dtype: str, side: str) -> Array | None:
+        """A buffer of the request for a small tensor of known size; ``None`` for other tensors."""
         if shape is None or np.prod(shape, dtype=np.int64) * np.dtype(dtype).itemsize > COPIED_BYTES:
             return None
         kept = np.zeros(shape, dtype)

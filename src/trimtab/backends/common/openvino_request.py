@@ -33,7 +33,7 @@ class Request:
         self._queue: Any = None
         self._lock = threading.Lock()  # for the buffers below: several threads may call one executable
         self._input_buffers, self._output_buffers = _tensors(buffers.inputs), _tensors(buffers.outputs)
-        self._output_shapes = [(shape, getattr(torch, dtype)) for shape, dtype in buffers.known]
+        self._output_shapes = [(shape, getattr(torch, dtype)) for shape, dtype in buffers.specs]
         self._all_buffered = None not in self._input_buffers and None not in self._output_buffers
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
