@@ -264,7 +264,7 @@ def test_far_sizes_end_with_a_call_that_costs_much(what: str, monkeypatch: pytes
             return x.mean(1)
 
     candidate = of_length(Quadratic(), 512)
-    monkeypatch.setattr(other_sizes, "FAR_S", 0.1 if what == "seconds" else 60.0)
+    monkeypatch.setattr(other_sizes, "MAX_CALL_S", 0.1 if what == "seconds" else 60.0)
     monkeypatch.setattr(other_sizes, "free_mb", lambda: 1000.0)
     monkeypatch.setattr(other_sizes, "peak_rss_mb", lambda: peak[0])
     asked.clear()

@@ -325,7 +325,7 @@ def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
     assert "on the test data" not in str(result(trials, trials[2], score=None, baseline_score=None).ladder())
     found = record(8)
     sentence = "The score of the best is on the test data, where the model as written has 97.60%."
-    assert headline.test_score_note(found) == sentence
+    assert headline.original_test_score(found) == sentence
     assert sentence in html(found, tmp_path)
     assert sentence in " ".join(text(found).split())
     assert found.confirmation is not None
@@ -335,7 +335,7 @@ def test_a_score_on_other_data_is_said_to_be(tmp_path: pathlib.Path) -> None:
         dataclasses.replace(found.confirmation, ok=False),
         dataclasses.replace(found.confirmation, baseline_score=found.prepared.score),  # one set of data served for both
     ):
-        assert headline.test_score_note(dataclasses.replace(found, confirmation=other)) is None
+        assert headline.original_test_score(dataclasses.replace(found, confirmation=other)) is None
 
 
 def test_a_throughput_has_its_interval_and_what_it_was_as_written() -> None:

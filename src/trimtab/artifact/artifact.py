@@ -19,11 +19,11 @@ from trimtab._internal.serialization import from_json
 from trimtab._internal.text import message_line, with_fix, with_remedy
 from trimtab.artifact.manifest import (
     BASELINE,
-    COPY,
     GOLDEN,
     MANIFEST,
     MODEL,
     MODULE,
+    REMEDY,
     Manifest,
     check_files,
     findings,
@@ -64,7 +64,7 @@ class Artifact:
         words = f"{manifest.workload}: {manifest.recipe_text}. Takes {manifest.signature.describe()}."
         return paragraph(words) + paragraph(faster) + link(self.path)
 
-    @with_remedy(COPY)
+    @with_remedy(REMEDY)
     def check(self) -> None:
         """Check names, kinds, sizes and hashes of all files.
 
@@ -90,7 +90,7 @@ class Artifact:
         backend = _installed_backend(lambda: technique_from_json(BACKENDS, facts.backend))
         return _load(backend, self.path / BASELINE, facts.signature, facts.settings, False, self.manifest.environment)
 
-    @with_remedy(COPY)
+    @with_remedy(REMEDY)
     def module(self) -> TrainableModule:
         """The network in torch that the runtime's files were made of, as a module with weights, in evaluation mode.
 
@@ -109,7 +109,7 @@ class Artifact:
             raise ArtifactError(f"{self.path} does not hold the network as a module of torch. {reason}")
         return trainable(self.path / name, facts.signature)
 
-    @with_remedy(COPY)
+    @with_remedy(REMEDY)
     def golden(self) -> Golden:
         """The test vectors.
 
@@ -344,7 +344,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False) -> Verification
     )
 
 
-@with_remedy(COPY)
+@with_remedy(REMEDY)
 def _backend(manifest: Manifest) -> Backend:
     backend = _installed_backend(lambda: manifest.backend)
     if backend.native_code != manifest.native_code:
@@ -360,7 +360,7 @@ def _installed_backend(make: Callable[[], Backend]) -> Backend:
         raise ArtifactError(with_fix(problem, "Install what its README.md names, or make a new one.")) from error
 
 
-@with_remedy(COPY)
+@with_remedy(REMEDY)
 def _load(
     backend: Backend, folder: pathlib.Path, signature: Signature, settings: Settings, trust: bool, proven: Environment
 ) -> Executable:

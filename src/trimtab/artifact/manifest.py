@@ -30,8 +30,8 @@ MANIFEST, MODEL, BASELINE, RUN, README, EVIDENCE = "manifest.json", "model", "ba
 MODULE = "module"
 GOLDEN = "golden.safetensors"
 """The file of the test vectors."""
-GIVE = "Give the folder that optimize wrote, such as runs/NAME/artifact."
-COPY = "Copy the artifact again from where it was made, or make a new one."
+FOLDER_REMEDY = "Give the folder that optimize wrote, such as runs/NAME/artifact."
+REMEDY = "Copy the artifact again from where it was made, or make a new one."
 """Remedy for an artifact that was changed or cannot be loaded by this installation."""
 MAX_MANIFEST = 4 << 20
 MAX_TEXT = 64 << 20
@@ -129,7 +129,7 @@ class Manifest:
         return found
 
 
-@with_remedy(COPY)
+@with_remedy(REMEDY)
 def read_manifest(folder: pathlib.Path) -> Manifest:
     """Read and check the manifest in ``folder``.
 
@@ -150,12 +150,12 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
         manifest = from_json(Manifest, data)
     except (FileNotFoundError, NotADirectoryError):
         if os.path.isdir(folder):
-            raise ArtifactError(f"{str(folder)!r} is no artifact: it has no {MANIFEST}. {GIVE}") from None
-        raise ArtifactError(f"There is no artifact folder {str(folder)!r}. {GIVE}") from None
+            raise ArtifactError(f"{str(folder)!r} is no artifact: it has no {MANIFEST}. {FOLDER_REMEDY}") from None
+        raise ArtifactError(f"There is no artifact folder {str(folder)!r}. {FOLDER_REMEDY}") from None
     except PermissionError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}. Let this user read the folder and its files.") from error
     except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error.strerror}. {COPY}") from error
+        raise ArtifactError(f"{path} cannot be read: {error.strerror}. {REMEDY}") from error
     except (UsageError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, MemoryError) as error:
         raise IntegrityError(f"{path} cannot be read: {message_line(error)[:300]}") from error
     if not unchanged:

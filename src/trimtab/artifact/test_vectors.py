@@ -30,7 +30,7 @@ ROUNDING = {
     **{torch.complex128: 1e-9, torch.complex64: 1e-3},
 }
 """Smallest tolerance by dtype, relative to the output's typical values."""
-FAR = 1e3
+OUTLIER_FACTOR = 1e3
 """Values above this multiple of the median do not count as typical; masked logits are such values."""
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -167,7 +167,7 @@ def _scale(outputs: Sequence[torch.Tensor]) -> float:
     sizes = torch.cat([out.flatten().to(_wide(dtype)).abs() for out in outputs])
     usual = sizes[sizes.isfinite() & (sizes > 0)]
     if usual.numel():
-        usual = usual[usual <= FAR * usual.median()]
+        usual = usual[usual <= OUTLIER_FACTOR * usual.median()]
     return max(float(usual.square().mean().sqrt()) if usual.numel() else 0.0, torch.finfo(dtype).tiny)
 
 

@@ -30,7 +30,7 @@ from trimtab.backends.common.foreign import (
     signature_with_writes,
 )
 from trimtab.backends.common.io_names import io_names
-from trimtab.backends.common.onnx_export import TRACING, export_onnx, model_files, stamp
+from trimtab.backends.common.onnx_export import TRACING, export_onnx, model_files, write_metadata
 from trimtab.backends.common.onnx_file import FATAL, MODEL, load_model, open_model
 from trimtab.backends.common.scratch import copy_files, data_fingerprint, fingerprint, own_folder, shared_folder
 from trimtab.core.backend import Backend, Executable
@@ -294,7 +294,7 @@ def load(folder, threads):
                     full=self.full_range,
                     excluded=excluded,
                 )
-            stamp(target, names, weight_bits=int8.weight_bits(self.full_range))
+            write_metadata(target, names, weight_bits=int8.weight_bits(self.full_range))
         except (*CONVERSION_ERRORS, *runtime_errors()) as error:
             raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}.") from error
         int8.remove_prepared(folder)

@@ -13,7 +13,7 @@ from trimtab.core.technique import Choice, ShrinkingPass
 from trimtab.errors import CompileError
 from trimtab.passes.common.structure import difference
 
-LEAST = 3
+MIN_LAYERS = 3
 """Fewest layers of one kind in a list from which some can be dropped."""
 
 
@@ -35,14 +35,14 @@ class DropLayers(ShrinkingPass):
     def why_not(self, candidate: Candidate) -> str | None:
         """Needs a list of equal layers."""
         if _longest(candidate.model) is None:
-            return f"drop_layers needs a list of at least {LEAST} layers of one kind, and the model has none."
+            return f"drop_layers needs a list of at least {MIN_LAYERS} layers of one kind, and the model has none."
         return None
 
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with fewer layers."""
         name = _longest(candidate.model)
         if name is None:
-            raise CompileError(f"drop_layers needs a list of at least {LEAST} layers of one kind, and the model has none.")
+            raise CompileError(f"drop_layers needs a list of at least {MIN_LAYERS} layers of one kind, and the model has none.")
         model = candidate.own_model()
         layers = list(model.get_submodule(name).children())
         count = max(2, round(len(layers) * self.keep))
@@ -63,7 +63,7 @@ def _longest(model: nn.Module) -> str | None:
     found: list[tuple[int, str]] = []
     for name, module in model.named_modules():
         layers = list(module.children())
-        if not name or type(module) not in (nn.ModuleList, nn.Sequential) or len(layers) < LEAST:
+        if not name or type(module) not in (nn.ModuleList, nn.Sequential) or len(layers) < MIN_LAYERS:
             continue
         alike = len({type(layer) for layer in layers}) == 1 and len({id(layer) for layer in layers}) == len(layers)
         if alike and any(True for _ in layers[0].parameters()):

@@ -14,7 +14,7 @@ from trimtab.core.technique import Pass, require
 from trimtab.errors import CompileError
 from trimtab.tensors.weights import is_composed
 
-MINIMUM = 17
+MIN_FEATURES = 17
 """Smallest number of input features for dynamic quantization of activations; torchao skips smaller layers."""
 
 
@@ -71,8 +71,8 @@ class Int8Weights(Pass):
             return False
         if hasattr(module, "parametrizations") or is_composed(module.weight):
             return False
-        wide = self.activations == "float" or module.in_features >= MINIMUM
+        wide = self.activations == "float" or module.in_features >= MIN_FEATURES
         return wide and module.weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def _width(self) -> str:
-        return "" if self.activations == "float" else f" and at least {MINIMUM} inputs"
+        return "" if self.activations == "float" else f" and at least {MIN_FEATURES} inputs"

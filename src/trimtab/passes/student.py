@@ -16,7 +16,7 @@ class Student(Pass):
     """Take ``Workload(student=...)``, a smaller network of the user's own, instead of the model.
 
     Pays off where another architecture does the same work, such as one without recurrence or with fewer layers of another form,
-    which pruning cannot reach. Its outputs must have the shapes of the model's. Its outputs are useless until ``recover`` has
+    which pruning cannot reach. Its outputs must have the shapes of the model's, and are useless until ``recover`` has
     trained it to follow the model (knowledge distillation), which takes more updates than for a pruned network, because it does
     not start from the model's weights. It cannot pay if it is as slow as the model, which is timed before it is trained.
     Source: Hinton et al. 2015, https://arxiv.org/abs/1503.02531

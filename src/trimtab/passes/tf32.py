@@ -9,7 +9,7 @@ import torch
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import SettingPass
 
-NEEDED = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Compute capability of Ampere GPUs."""
 
 
@@ -30,7 +30,7 @@ class Tf32(SettingPass):
         """Needs an Ampere GPU or a newer one."""
         if not torch.cuda.is_available():
             return "tf32 needs an NVIDIA GPU, and PyTorch finds none here."
-        if all(torch.cuda.get_device_capability(index) < NEEDED for index in range(torch.cuda.device_count())):
+        if all(torch.cuda.get_device_capability(index) < MIN_CAPABILITY for index in range(torch.cuda.device_count())):
             return "tf32 needs compute capability 8.0 or more, and no GPU here has it."
         return None
 
@@ -39,6 +39,6 @@ class Tf32(SettingPass):
         device = candidate.settings.device
         if not device.startswith("cuda"):
             return f"tf32 needs an NVIDIA GPU, and this runs on {device!r}."
-        if torch.cuda.get_device_capability(device) < NEEDED:
+        if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
             return f"tf32 needs compute capability 8.0 or more, and {torch.cuda.get_device_name(device)} has less."
         return None

@@ -247,7 +247,7 @@ def rungs(record: Record) -> list[dict[str, str]]:
     ]
 
 
-def test_score_note(record: Record) -> str | None:
+def original_test_score(record: Record) -> str | None:
     """A sentence with the original's score on the test data, if the best rung is scored on other data than the other rungs."""
     found, terms = record.confirmation, words.terms(record)
     if found is None or not found.ok or found.before in (None, record.prepared.score):

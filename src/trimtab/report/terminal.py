@@ -95,7 +95,7 @@ def _ladder(record: Record, screen: Screen) -> Iterator[str]:
     if words.single_call_latencies(record):
         many = ", ".join(rung["examples a call"] for rung in found[:4])
         yield from screen.wrapped(f"A latency is that of one call alone; examples a call, from the top: {many}.", 1)
-    if note := headline.test_score_note(record):
+    if note := headline.original_test_score(record):
         yield from screen.wrapped(note, 1)
 
 

@@ -1,4 +1,4 @@
-"""Find data-dependent control tracker in Python: a trace keeps one branch and drops the others."""
+"""Find data-dependent control flow in Python: a trace keeps one branch and drops the others."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from trimtab.tensors.comparison import NEAR_TIES, difference
 from trimtab.tensors.weights import HALVES, weights
 
 PROGRAM = "program.pt2"
-SPECIAL = (0, 1)
+SPECIALIZED_SIZES = (0, 1)
 """Sizes that tracers and exporters take for constants."""
 RAISES = "it raises"
 NOT_FROZEN = "The example's sizes alone were not tried, because the workload states others."
@@ -189,7 +189,7 @@ def verified(candidate: Candidate, call: Call, *, smallest: bool = True) -> Sign
     dims = []
     for dim in signature.dims:
         kept = dim
-        for size in (size for size in SPECIAL if size in dim and size != dim.max):
+        for size in (size for size in SPECIALIZED_SIZES if size in dim and size != dim.max):
             reason = disagreement(candidate, call, at_sizes(candidate, {**others, dim.name: size}))
             if reason and now[dim.name] == size:
                 raise CompileError(f"The result does something else than the model where {dim.name!r} is {size}: {reason}.")

@@ -53,7 +53,7 @@ def model_files(folder: pathlib.Path) -> list[str]:
     return [name for name in (MODEL, DATA) if (folder / name).is_file()]
 
 
-def stamp(path: pathlib.Path, names: Sequence[str], **facts: str) -> None:
+def write_metadata(path: pathlib.Path, names: Sequence[str], **facts: str) -> None:
     """Write the order of the inputs and ``facts`` into the file's metadata. External weights are not touched."""
     onnx = require("onnx")
     model = onnx.load(path, load_external_data=False)
@@ -71,7 +71,7 @@ def _attempt(folder: pathlib.Path, open_run: OpenRun, exporter: str, candidate: 
         if is_quantized(candidate.model):
             store_rounded_weights(folder / MODEL)
             bits = {"weight_bits": "8" if environment.has_vnni() else "7"}
-        stamp(folder / MODEL, io_names(candidate.signature)[0], **bits)
+        write_metadata(folder / MODEL, io_names(candidate.signature)[0], **bits)
     except CONVERSION_ERRORS as error:
         raise CompileError(f"{first_line(error)}.") from error
     if wrong := wrong_graph(open_run(folder, candidate.signature), candidate, candidate.signature):

@@ -17,11 +17,11 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.hardware.system import free_mb, peak_rss_mb
 from trimtab.tensors.comparison import ordered
 
-FAR, FARTHEST = 8, 32
+MULTIPLE_UNBOUNDED, MULTIPLE_BOUNDED = 8, 32
 """Largest multiple of the example's size that is tried for a dimension, without and with an upper bound."""
-FAR_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 22
 """Most elements of all inputs and outputs together at such a size."""
-FAR_S, FAR_SHARE = 2.0, 1 / 8
+MAX_CALL_S, MAX_MEMORY_SHARE = 2.0, 1 / 8
 """Larger sizes are not tried after a call that took more seconds, or a larger share of the free memory. Doubling a size may
 take four times as much, as in attention."""
 
@@ -86,13 +86,13 @@ def largest_inputs(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> L
     for size in _doubled(dim, near[dim.name]):
         for others in (least, near):
             sizes = {**near, **others, dim.name: size}
-            if _elements(candidate, sizes) > FAR_ELEMENTS:
+            if _elements(candidate, sizes) > MAX_ELEMENTS:
                 continue
             leaves = shuffled(candidate, sizes, dim.name)
             free, peak, begun = free_mb(), peak_rss_mb(), time.perf_counter()
             reference = reference_run(candidate, leaves)
             found = found if reference is None else LargeInputs(sizes, leaves, reference)
-            if time.perf_counter() - begun > FAR_S or peak_rss_mb() - peak > FAR_SHARE * free:
+            if time.perf_counter() - begun > MAX_CALL_S or peak_rss_mb() - peak > MAX_MEMORY_SHARE * free:
                 return found
             if reference is not None:
                 break
@@ -101,7 +101,7 @@ def largest_inputs(candidate: Candidate, dim: Dim, near: Mapping[str, int]) -> L
 
 def _doubled(dim: Dim, now: int) -> Iterator[int]:
     """Sizes above ``now`` up to the largest, each about twice the one before."""
-    sizes, size = list[int](), min(dim.max or FAR * now, FARTHEST * now)
+    sizes, size = list[int](), min(dim.max or MULTIPLE_UNBOUNDED * now, MULTIPLE_BOUNDED * now)
     while (size := size // dim.step * dim.step) > now:
         sizes.append(size)
         size //= 2

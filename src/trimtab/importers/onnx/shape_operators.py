@@ -11,9 +11,9 @@ from torch.nn import functional
 from trimtab.importers.onnx.operators import op
 from trimtab.importers.onnx.values import Host, ints, tensor, unsupported
 
-FAR = 2**31
+END_OF_AXIS = 2**31
 """ONNX writes "to the end of the axis" as a huge number; from here on numbers count as such."""
-MOST_AXES = 8
+MAX_AXES = 8
 """Integer vectors of at most this length are assumed to be shapes."""
 
 
@@ -97,13 +97,13 @@ def slice_(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) 
     where = ints(axes) if axes is not None else list(range(len(first)))
     step = ints(steps) if steps is not None else [1] * len(first)
     if isinstance(x, Host):
-        return Host(x.values[first[0] : last[0] if abs(last[0]) < FAR else None : step[0]], False)
+        return Host(x.values[first[0] : last[0] if abs(last[0]) < END_OF_AXIS else None : step[0]], False)
     for axis, begin, end, by in zip(where, first, last, step, strict=True):
         if isinstance(by, int) and by < 0:
             x = _backwards(x, axis, begin, end, by)
             continue
         index: list[Any] = [builtins.slice(None)] * x.dim()
-        far = isinstance(end, int) and end >= FAR
+        far = isinstance(end, int) and end >= END_OF_AXIS
         index[axis] = builtins.slice(begin, None if far else end, by)
         x = x[tuple(index)]
     return x
@@ -111,7 +111,7 @@ def slice_(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) 
 
 def _backwards(x: torch.Tensor, axis: int, begin: int, end: int, by: int) -> torch.Tensor:
     """A slice with a negative step, which torch lacks. Only step -1 over the whole axis is supported, as a flip."""
-    if (begin not in (-1,) and begin < FAR) or end > -FAR or by != -1:
+    if (begin not in (-1,) and begin < END_OF_AXIS) or end > -END_OF_AXIS or by != -1:
         raise unsupported("a Slice in it runs backwards over a part of an axis")
     return torch.flip(x, [axis])
 
@@ -207,7 +207,7 @@ def range_(start: Any, limit: Any, delta: Any) -> torch.Tensor:
 @op("ConstantOfShape")
 def constant_of_shape(sizes: Any, *, value: Any = 0.0, dtype: torch.dtype = torch.float32) -> Any:
     wanted = ints(sizes)
-    if dtype == torch.int64 and len(wanted) == 1 and isinstance(wanted[0], int) and wanted[0] <= MOST_AXES:
+    if dtype == torch.int64 and len(wanted) == 1 and isinstance(wanted[0], int) and wanted[0] <= MAX_AXES:
         return Host([int(value)] * wanted[0], False)
     return torch.full(wanted, value, dtype=dtype)
 

@@ -11,7 +11,7 @@ from torch import nn
 GATES = 4
 
 
-def units_lost(lstm: nn.LSTM, outputs: Sequence[int]) -> dict[tuple[int, str], list[int]]:
+def removed_units(lstm: nn.LSTM, outputs: Sequence[int]) -> dict[tuple[int, str], list[int]]:
     """The hidden units that each layer and direction loses, where the last layer loses ``outputs``.
 
     Inner layers lose as many, those with the smallest weights into the layer above.
@@ -40,7 +40,7 @@ def scores(lstm: nn.LSTM) -> torch.Tensor:
 
 def remove_units(lstm: nn.LSTM, outputs: Sequence[int]) -> None:
     """Remove ``outputs`` of the last layer, and as many units of every other one, in place."""
-    hidden, lost = lstm.hidden_size, units_lost(lstm, outputs)
+    hidden, lost = lstm.hidden_size, removed_units(lstm, outputs)
     suffixes = _suffixes(lstm)
     keep = {place: torch.tensor([i for i in range(hidden) if i not in set(units)]) for place, units in lost.items()}
     for (layer, s), units in keep.items():
@@ -61,7 +61,7 @@ def clear_units(lstm: nn.LSTM, outputs: Sequence[int]) -> None:
     """Set to zero, in place, what the units that :func:`remove_units` removes contribute inside the LSTM."""
     hidden, suffixes = lstm.hidden_size, _suffixes(lstm)
     with torch.no_grad():
-        for (layer, s), units in units_lost(lstm, outputs).items():
+        for (layer, s), units in removed_units(lstm, outputs).items():
             getattr(lstm, f"weight_hh_l{layer}{s}")[:, units] = 0.0
             if layer + 1 < lstm.num_layers:
                 columns = [i + suffixes.index(s) * hidden for i in units]

@@ -31,7 +31,7 @@ FOLDER = "sensitivity"
 """Folder in the candidate's scratch folder with one table for each model and calibration data."""
 MOST_CALLS = 16
 """Calibration calls on which outputs are compared."""
-LEAST_VARIANCE = 1e-300
+MIN_VARIANCE = 1e-300
 """Lower bound of an output's variance, by which errors are divided."""
 MOST_NAMED = 3
 """Most layers that a note names."""
@@ -119,7 +119,7 @@ def _measured(candidate: Candidate) -> dict[str, float]:
     with torch.no_grad(), _observed_inputs(model, recurrent) as inputs, observed_ranges(model, layers) as seen:
         wanted = _outputs(candidate, model)
     variances = [
-        1.0 if is_discrete(each[0].dtype) else max(scale_of(each)[0] ** 2, LEAST_VARIANCE) for each in zip(*wanted, strict=True)
+        1.0 if is_discrete(each[0].dtype) else max(scale_of(each)[0] ** 2, MIN_VARIANCE) for each in zip(*wanted, strict=True)
     ]
     table: dict[str, float] = {}
     for name, module in model.named_modules():

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from trimtab._internal.text import with_remedy
-from trimtab.artifact.manifest import COPY, GOLDEN, MANIFEST, MODEL, Manifest, check_files, read_manifest, version_mismatch
+from trimtab.artifact.manifest import GOLDEN, MANIFEST, MODEL, REMEDY, Manifest, check_files, read_manifest, version_mismatch
 from trimtab.artifact.parity import LOAD_ERRORS, Parities, array_error, check_case, parities, read_vectors, worst_errors
 from trimtab.backends.common.array_models import ARRAY_MODELS
 from trimtab.core.signature import Signature
@@ -53,7 +53,7 @@ def loaded(path: pathlib.Path, *, trust: bool, threads: int | None) -> Loaded:
     return _load_arrays(path, manifest, backend, threads)
 
 
-@with_remedy(COPY)
+@with_remedy(REMEDY)
 def _load_arrays(path: pathlib.Path, manifest: Manifest, backend: Mapping[str, Any], threads: int | None) -> Loaded:
     """The artifact of a runtime that takes numpy arrays."""
     check_files(path, manifest)
