@@ -19,7 +19,7 @@ from trimtab.core.candidate import Candidate
 from trimtab.core.signature import Dim
 from trimtab.core.workload import Workload
 from trimtab.evaluation.prepared_workload import prepare
-from trimtab.tensors.comparison import ordered, redrawn, slower, stretched
+from trimtab.tensors.comparison import is_sorted, repeat_sorted, resample_sorted, resize_sorted
 
 
 class Bags(nn.Module):
@@ -60,15 +60,15 @@ def test_a_model_with_offsets_is_compared_on_other_values_too() -> None:
 
 
 def test_rows_of_whole_numbers_that_rise_are_ordered() -> None:
-    assert ordered(torch.tensor([0, 3, 3, 8]))
-    assert ordered(torch.tensor([0, 1], dtype=torch.uint8))
+    assert is_sorted(torch.tensor([0, 3, 3, 8]))
+    assert is_sorted(torch.tensor([0, 1], dtype=torch.uint8))
     for leaf in ([3, 0, 8], [2, 2, 2], [4], [], [0.0, 1.0], [False, True], [[0, 1], [2, 3]]):
-        assert not ordered(torch.tensor(leaf)), leaf
+        assert not is_sorted(torch.tensor(leaf)), leaf
 
 
 def test_what_is_made_of_an_ordered_row_is_one() -> None:
     row = torch.tensor([0, 3, 3, 8])
-    assert stretched(row, 6).tolist() == [0, 3, 3, 8, 8, 8]
-    assert stretched(row, 2).tolist() == [0, 3]
-    assert slower(row).tolist() == [0, 0, 3, 3]
-    assert redrawn(row, torch.tensor([3, 1, 3, 0])).tolist() == [0, 3, 8, 8]
+    assert resize_sorted(row, 6).tolist() == [0, 3, 3, 8, 8, 8]
+    assert resize_sorted(row, 2).tolist() == [0, 3]
+    assert repeat_sorted(row).tolist() == [0, 0, 3, 3]
+    assert resample_sorted(row, torch.tensor([3, 1, 3, 0])).tolist() == [0, 3, 8, 8]

@@ -13,7 +13,7 @@ import torch
 from trimtab._internal.text import counted, of_type
 from trimtab.core.signature import Dim, TensorSpec
 from trimtab.errors import UsageError
-from trimtab.tensors.comparison import ordered, stretched
+from trimtab.tensors.comparison import is_sorted, resize_sorted
 
 BATCH = "batch"
 BATCHES = frozenset({BATCH, "batch_size", "batchsize", "bs", "b", "n", "examples"})
@@ -159,8 +159,8 @@ def resized(leaf: torch.Tensor, shape: Sequence[int | str], name: str, size: int
     axis is extended with zeros."""
     for axis, want in enumerate(shape):
         if want == name and leaf.shape[axis] != size:
-            if ordered(leaf):
-                return stretched(leaf, size)
+            if is_sorted(leaf):
+                return resize_sorted(leaf, size)
             if size and not leaf.shape[axis]:
                 return leaf.new_zeros([*leaf.shape[:axis], size, *leaf.shape[axis + 1 :]])
             copies = max(1, -(-size // max(leaf.shape[axis], 1)))

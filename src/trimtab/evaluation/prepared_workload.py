@@ -28,7 +28,7 @@ from trimtab.data.readers import MOST_CALIBRATION
 from trimtab.data.splits import Splits, split
 from trimtab.data.training_data import training_examples
 from trimtab.errors import InputError, UsageError, WorkloadError
-from trimtab.tensors.comparison import is_discrete, ordered, redrawn
+from trimtab.tensors.comparison import is_discrete, is_sorted, resample_sorted
 from trimtab.tensors.structure import cloned, flatten, unflatten
 from trimtab.tensors.weights import tolerance
 
@@ -448,4 +448,4 @@ def _resample(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if values.numel() == 0:
         return leaf
     index = torch.randint(values.numel(), (values.numel(),), generator=generator)
-    return redrawn(leaf, index) if ordered(leaf) else values[index].reshape(leaf.shape)
+    return resample_sorted(leaf, index) if is_sorted(leaf) else values[index].reshape(leaf.shape)

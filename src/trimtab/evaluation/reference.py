@@ -25,7 +25,7 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop, refuse_stateful
 from trimtab.measure.structures import structure_difference
 from trimtab.tensors.comparison import is_discrete
-from trimtab.tensors.structure import Structure, classes, cloned, flatten, handed_on, names, unflatten
+from trimtab.tensors.structure import Structure, classes, cloned, flatten, in_plain_containers, names, unflatten
 
 FEW_RESAMPLES = 100
 """Resamples if only the spread of a metric is needed, and no interval."""
@@ -144,7 +144,7 @@ def predict(call: Callable[..., Any], batches: Sequence[Batch], evaluation: Eval
     """
 
     def copied_call(*args: Any, **kwargs: Any) -> Any:
-        return cloned(handed_on(call(*args, **kwargs)))
+        return cloned(in_plain_containers(call(*args, **kwargs)))
 
     return _predicted(copied_call, batches, evaluation)
 
@@ -211,7 +211,7 @@ def score(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Batc
         WorkloadError: the score or metric raised, or returned something that is not numbers.
     """
     if evaluation.metric is not None:  # the reference is read from a file, without classes
-        outputs = [handed_on(output) for output in outputs]
+        outputs = [in_plain_containers(output) for output in outputs]
     return _scored(evaluation, outputs, batches)
 
 
@@ -252,7 +252,7 @@ def drop(
         found = paired_drop(reference.scores.each, scores.each, limit=limit, higher_is_better=better)
         return dataclasses.replace(found, share=share)
     metric, nested = evaluation.metric, reference.nested()
-    outputs, counts = [handed_on(output) for output in outputs], _counts(nested, batches)
+    outputs, counts = [in_plain_containers(output) for output in outputs], _counts(nested, batches)
     sides, targets = (joined(nested, counts), joined(outputs, counts)), joined([batch.target for batch in batches], counts)
     at = _rows_of(counts, batches)
 

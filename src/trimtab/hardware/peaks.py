@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import psutil
 
 from trimtab.hardware import system
-from trimtab.tensors.precision import products_of_float32
+from trimtab.tensors.precision import float32_precision
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ def _gemm(kind: Kind, device: str, threads: int | None) -> Rate:
     reasons = []
     for make in makers:
         try:
-            with torch.inference_mode(), products_of_float32(tf32=False), _quiet():
+            with torch.inference_mode(), float32_precision(tf32=False), _quiet():
                 value = _best_over_sizes(make, kind, device)
             return Rate(kind=kind, device=device, threads=threads, unit=unit, value=value)
         except _FAILURES as error:

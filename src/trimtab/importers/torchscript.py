@@ -20,7 +20,7 @@ from trimtab.errors import IntegrityError, UsageError
 from trimtab.importers.input_spec import InputSpec, Shapes, parse_shape, random_tensor, read_tensors, structure_of
 from trimtab.safe_load.archives import load_torchscript
 from trimtab.safe_load.zip_records import ZIP_ERRORS
-from trimtab.tensors.torchscript_modules import Beside
+from trimtab.tensors.torchscript_modules import ScriptModuleWrapper
 from trimtab.tensors.weights import tolerance
 
 
@@ -86,7 +86,7 @@ class ScriptFile:
 
 def scripted(script: torch.jit.ScriptModule, names: tuple[str, ...]) -> nn.Module:
     """``script`` as a module whose ``forward`` shows the parameters ``names`` in its signature."""
-    kind = type("Scripted", (Beside,), {"forward": _forward(names)})
+    kind = type("Scripted", (ScriptModuleWrapper,), {"forward": _forward(names)})
     module: nn.Module = kind(script).eval()
     return module
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trimtab.core.candidate import Candidate
 from trimtab.core.technique import Pass
-from trimtab.tensors.memory_format import lay_out
+from trimtab.tensors.memory_format import to_channels_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,5 +32,5 @@ class ChannelsLast(Pass):
     def apply(self, candidate: Candidate) -> Candidate:
         """A copy of the model with NHWC weights. Backends convert the inputs, because of the setting ``memory_format``."""
         model = candidate.own_model()
-        lay_out(model)
+        to_channels_last(model)
         return candidate.with_model(model, {"memory_format": "channels_last"})

@@ -19,7 +19,7 @@ from trimtab.core.candidate import MODEL_ERRORS, Candidate, call_model
 from trimtab.core.dynamic_dims import resized
 from trimtab.core.technique import Pass
 from trimtab.errors import CompileError, UsageError, WorkloadError
-from trimtab.tensors.comparison import difference, ordered, slower
+from trimtab.tensors.comparison import difference, is_sorted, repeat_sorted
 from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import flatten
 from trimtab.tensors.weights import tolerance
@@ -253,7 +253,9 @@ def _resampled(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> li
 def _resample(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if leaf.dtype.is_floating_point:
         return torch.randn(leaf.shape, generator=generator).to(leaf) * leaf.std(correction=0) + leaf.mean()
-    return slower(leaf) if ordered(leaf) else leaf.flatten()[torch.randperm(leaf.numel(), generator=generator)].view(leaf.shape)
+    if is_sorted(leaf):
+        return repeat_sorted(leaf)
+    return leaf.flatten()[torch.randperm(leaf.numel(), generator=generator)].view(leaf.shape)
 
 
 def _other_sizes(candidate: Candidate) -> Iterator[list[torch.Tensor]]:

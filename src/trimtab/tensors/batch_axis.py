@@ -78,7 +78,7 @@ def lead(value: Any) -> int | None:
 
 
 def length(batch: Any) -> int | None:
-    """The number of examples in ``batch``; ``None`` if nothing in it tells."""
+    """The number of examples in ``batch``; ``None`` if it is unknown."""
     if is_flat(batch) and batch and batch[0].ndim:  # called for each micro-batch
         return int(batch[0].size(0))
     certain = next((count for source, count in _counts(batch) if source == _TENSOR), None)
@@ -172,12 +172,13 @@ def _constant(value: Any) -> Any:
 
 
 def _counts(value: Any, *, outside: bool = True, top: bool = True, pairs: bool = False) -> Iterator[tuple[int, int]]:
-    """What tells the number of examples, and that number.
+    """Pairs of a source, such as :data:`_TENSOR`, and the number of examples that it gives.
 
     Args:
-        outside: the value is in no list but the batch itself.
-        pairs: whether two mappings of one length are a structure wherever they are, and not two examples; they are one at the
-            ``top``, and with two rows each.
+        outside: no list, except the batch itself, contains ``value``.
+        top: ``value`` is the batch itself.
+        pairs: two mappings whose tensors have one length are inputs and targets at any depth, not two examples. Otherwise they
+            are so only at the ``top``, or with two rows each.
     """
     if (count := lead(value)) is not None:
         yield _TENSOR if outside else _LISTED_TENSOR, count

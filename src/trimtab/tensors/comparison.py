@@ -12,25 +12,25 @@ from collections.abc import Sequence
 import torch
 
 
-def ordered(leaf: torch.Tensor) -> bool:
-    """True for a 1-D tensor of integers that never fall and rise at least once."""
+def is_sorted(leaf: torch.Tensor) -> bool:
+    """True for a 1-D tensor of non-decreasing integers that are not all equal."""
     if leaf.dim() != 1 or len(leaf) < 2 or not is_discrete(leaf.dtype) or leaf.dtype == torch.bool:
         return False
     return bool((leaf[1:] >= leaf[:-1]).all() and leaf[0] < leaf[-1])
 
 
-def stretched(leaf: torch.Tensor, size: int) -> torch.Tensor:
-    """The first ``size`` values of an :func:`ordered` tensor; the last value is repeated if there are fewer."""
+def resize_sorted(leaf: torch.Tensor, size: int) -> torch.Tensor:
+    """The first ``size`` values of an :func:`is_sorted` tensor; the last value is repeated if there are fewer."""
     return leaf[torch.arange(size, device=leaf.device).clamp(max=len(leaf) - 1)]
 
 
-def slower(leaf: torch.Tensor) -> torch.Tensor:
-    """Another ordered tensor of the same length: the first half of ``leaf``, each value twice."""
+def repeat_sorted(leaf: torch.Tensor) -> torch.Tensor:
+    """A sorted tensor of the same length: the first half of ``leaf``, each value twice."""
     return leaf[torch.arange(len(leaf), device=leaf.device) // 2]
 
 
-def redrawn(leaf: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Another ordered tensor: the first value of ``leaf``, then its values at ``index``, sorted."""
+def resample_sorted(leaf: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """A sorted tensor: the first value of ``leaf``, then its values at ``index``, sorted."""
     return torch.cat([leaf[:1], leaf[index].sort().values[1:]])
 
 
@@ -52,9 +52,9 @@ def too_many_differ(want: torch.Tensor, got: torch.Tensor, allowed: float = NEAR
     return f"{share:.2%} of its values differ, where {allowed:.2%} may" if share > allowed else None
 
 
-LEAST, BEYOND, ALIKE = 1e3, 100.0, 4.0
-"""Values of a mask (such as -1e9) are at least ``LEAST``, ``BEYOND`` times the largest other value, and within the factor
-``ALIKE`` of each other. Large values that a model computes, such as powers of a spectrum, are not."""
+MASK_LEAST, MASK_RATIO, MASK_SPREAD = 1e3, 100.0, 4.0
+"""Values of a mask (such as -1e9) are at least ``MASK_LEAST``, ``MASK_RATIO`` times the largest other value, and within the
+factor ``MASK_SPREAD`` of each other. Large values that a model computes, such as powers of a spectrum, are not."""
 
 
 def mask_bound(outputs: Sequence[torch.Tensor]) -> float:
@@ -62,9 +62,9 @@ def mask_bound(outputs: Sequence[torch.Tensor]) -> float:
     given = [] if outputs[0].is_complex() else [output.detach() for output in outputs if output.numel()]
     sizes = [(output if output.element_size() >= 4 else output.float()).abs() for output in given]
     bound = math.inf
-    while (top := _largest(sizes, bound)) >= LEAST:
-        least = min(float(torch.where(size > top / ALIKE, size, top).min()) for size in sizes)
-        if not 0 < _largest(sizes, least) <= least / BEYOND:
+    while (top := _largest(sizes, bound)) >= MASK_LEAST:
+        least = min(float(torch.where(size > top / MASK_SPREAD, size, top).min()) for size in sizes)
+        if not 0 < _largest(sizes, least) <= least / MASK_RATIO:
             break
         bound = least
     return bound
@@ -94,14 +94,14 @@ def errors(want: torch.Tensor, got: torch.Tensor) -> list[tuple[float, float]] |
 
 
 def difference(
-    name: str, want: torch.Tensor, got: torch.Tensor, limit: float, *, floor: float = 1e-6, turned: float = NEAR_TIES
+    name: str, want: torch.Tensor, got: torch.Tensor, limit: float, *, floor: float = 1e-6, near_ties: float = NEAR_TIES
 ) -> str | None:
     """How ``got`` differs from ``want``, as a clause about ``name``; ``None`` if it does not. Errors may reach ``limit`` times
-    the largest value, and ``floor`` besides; of integers a share of ``turned`` may differ."""
+    the largest value, and ``floor`` besides; of integers a share of ``near_ties`` may differ."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
     if is_discrete(want.dtype):
-        differing = too_many_differ(want, got, turned)
+        differing = too_many_differ(want, got, near_ties)
         return differing and f"{name} is wrong: {differing}"
     if math.isinf(limit):
         return None

@@ -27,7 +27,7 @@ def copied(model: T) -> T:
     for part in [each for each in known.values() if isinstance(each, nn.Module)]:
         for held in (vars(part), *vars(part).values()):
             if isinstance(held, (dict, list)):
-                functions.exchange(held)
+                functions.rebind(held)
     return found
 
 
@@ -50,7 +50,7 @@ class _Functions:
         self._cells: dict[int, types.CellType] = {}
         """New closure cells by ``id`` of the original cells; several functions may share one."""
 
-    def exchange(self, held: dict[Any, Any] | list[Any]) -> None:
+    def rebind(self, held: dict[Any, Any] | list[Any]) -> None:
         """Replace the functions in ``held`` that refer to an original."""
         pairs = held.items() if isinstance(held, dict) else enumerate(held)
         for place, value in list(pairs):

@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 
-def lay_out(model: nn.Module) -> None:
+def to_channels_last(model: nn.Module) -> None:
     """Put the 4-D weights of ``model`` into channels-last (NHWC) layout, in place.
 
     ``model.to(memory_format=...)`` fails on the 5-D weights of 3-D convolutions.
     """
-    model._apply(_laid_out)  # type: ignore[no-untyped-call]
+    model._apply(_channels_last)  # type: ignore[no-untyped-call]
 
 
-def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -13,10 +13,10 @@ else:
 
 
 @contextlib.contextmanager
-def products_of_float32(*, tf32: bool) -> Iterator[None]:
-    """Use TF32, or float32 only, on GPUs in a block. The settings before are restored afterwards.
+def float32_precision(*, tf32: bool) -> Iterator[None]:
+    """Allow TF32, or float32 only, on GPUs in a block. The previous settings are restored afterwards.
 
-    Torch has two interfaces for this. The one that the process has used is used here, because mixing them is an error.
+    torch has two interfaces for this, and mixing them is an error. The one that the process has used before is used.
     """
     backends: Any = torch.backends
     places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
@@ -42,7 +42,7 @@ def products_of_float32(*, tf32: bool) -> Iterator[None]:
         _set(places, before)
 
 
-def rounded_to_tf32() -> bool:
+def tf32_allowed() -> bool:
     """True if GPUs may use TF32 now for any operation; torch does for convolutions by default."""
     backends: Any = torch.backends
     return any(place.fp32_precision == "tf32" for place in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn))
@@ -51,7 +51,7 @@ def rounded_to_tf32() -> bool:
 def _set(places: Sequence[Any], wanted: Sequence[str]) -> None:
     """Set ``fp32_precision`` of each backend to ``wanted``, unless it has that value already, perhaps inherited.
 
-    The default is set first, with which a backend may inherit the value again.
+    The default is set first, because the backend may then inherit the value again.
     """
     backends: Any = torch.backends
     for place, precision in zip(places, wanted, strict=True):

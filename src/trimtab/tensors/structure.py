@@ -154,7 +154,7 @@ def map_items(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_flat(value: Any) -> bool:
-    """Whether it is a plain tuple or list of plain tensors, as most batches are: what walks through containers is slow."""
+    """True for a plain tuple or list of plain tensors, as most batches are; such a value needs no walk through containers."""
     if type(value) is not tuple and type(value) is not list:
         return False
     for item in value:  # noqa: SIM110  # called several times per update: all(...) takes twice as long
@@ -265,8 +265,8 @@ def described(structure: Structure) -> str:
     return f"a {structure.value or structure.kind} with {', '.join(structure.keys) or 'nothing in it'}"
 
 
-def handed_on(value: Any) -> Any:
-    """``value`` as every runtime returns it: the same tensors in plain containers, named tuples and records."""
+def in_plain_containers(value: Any) -> Any:
+    """``value`` as each runtime returns it: with its tensors in plain containers, named tuples and records."""
     leaves, structure = flatten(value, "the output")
     return unflatten(structure, leaves)
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 
-class Beside(nn.Module):
+class ScriptModuleWrapper(nn.Module):
     """Holds a TorchScript module as a plain attribute: exporters fail on registered parameters that are no ``nn.Parameter``."""
 
     def __init__(self, script: torch.jit.ScriptModule) -> None:
@@ -35,31 +35,31 @@ class Beside(nn.Module):
             return getattr(script, name)
 
 
-def beside(model: nn.Module) -> nn.Module:
-    """``model`` with each TorchScript module in it wrapped in :class:`Beside`, in place; or ``model`` wrapped, if it is one."""
+def wrap_script_modules(model: nn.Module) -> nn.Module:
+    """Wrap each TorchScript module in ``model``, in place; returns ``model``, or its wrapper if it is one itself."""
     if isinstance(model, torch.jit.ScriptModule):
-        return Beside(model)
-    made = dict[torch.jit.ScriptModule, Beside]()  # a module may be registered several times
+        return ScriptModuleWrapper(model)
+    made = dict[torch.jit.ScriptModule, ScriptModuleWrapper]()  # a module may be registered several times
     for module in list(model.modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
         for name, child in module._modules.items():
             if isinstance(child, torch.jit.ScriptModule):
-                module._modules[name] = made.setdefault(child, Beside(child))
+                module._modules[name] = made.setdefault(child, ScriptModuleWrapper(child))
     return model
 
 
-REFUSING = ("train", "eval")
-"""Methods that torch replaces on exported modules by functions that raise."""
+BLOCKED = ("train", "eval")
+"""Methods that torch replaces with functions that raise on exported modules."""
 
 
 def allow_modes(model: nn.Module) -> None:
     """Let ``train()`` and ``eval()`` work on exported modules in ``model``, and set evaluation mode, as in their graphs."""
     found = [
-        part for part in model.modules() if isinstance(part, fx.GraphModule) and not vars(part).keys().isdisjoint(REFUSING)
+        part for part in model.modules() if isinstance(part, fx.GraphModule) and not vars(part).keys().isdisjoint(BLOCKED)
     ]
     for part in found:
-        for name in REFUSING:
+        for name in BLOCKED:
             vars(part).pop(name, None)
     for part in found:
         part.eval()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from _runs import loader, settings_of, told
 from trimtab import DataSettings, OptimizerSettings, PrecisionSettings, Settings, Trainer
 from trimtab.errors import NonFiniteError, UsageError, WorkloadError
-from trimtab.tensors.precision import rounded_to_tf32
+from trimtab.tensors.precision import tf32_allowed
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.engine.step import Step, Update
 from trimtab.train.loss.adapter import LossAdapter
@@ -460,7 +460,7 @@ def test_either_interface_for_precision_may_be_in_use(place: str, name: str) -> 
             assert precisions()[:2] == ("tf32", "tf32")
         with running(Settings(precision=PrecisionSettings(tf32=False))):  # whatever torch, or the script, would have
             assert "tf32" not in precisions()[:2]
-            assert not rounded_to_tf32()
+            assert not tf32_allowed()
         assert precisions() == before
     finally:
         backend.fp32_precision = "none"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from trimtab.core.candidate import Candidate, FlatModel
-from trimtab.tensors.torchscript_modules import beside
+from trimtab.tensors.torchscript_modules import wrap_script_modules
 from trimtab.tensors.weights import is_composed
 
 EXPERTS = "batched_mm"
@@ -29,7 +29,7 @@ def exportable(candidate: Candidate, *, traced: bool = False) -> FlatModel:
     """
     flat = candidate.flat()
     if not traced:
-        flat.model = beside(flat.model)
+        flat.model = wrap_script_modules(flat.model)
     for module in flat.modules():
         _plain_experts(module)
         plain_weights(module)

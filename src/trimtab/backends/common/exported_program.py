@@ -240,7 +240,7 @@ def _disagreement(candidate: Candidate, call: Call, leaves: Sequence[torch.Tenso
     signature = candidate.signature
     rows = [(spec.name, a, b) for spec, a, b in zip(signature.outputs, reference, outputs, strict=True)]
     rows += [(f"what it writes to {signature.inputs[i].name}", own[i], given[i]) for i in signature.written]
-    wrong = next((wrong for row in rows if (wrong := difference(*row, limit, turned=turned))), None)
+    wrong = next((wrong for row in rows if (wrong := difference(*row, limit, near_ties=turned))), None)
     return None if wrong is None else wrong + known_cause(candidate.model)
 
 

@@ -22,7 +22,7 @@ from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Signature
 from trimtab.errors import CompileError, UsageError
 from trimtab.passes.common.quantized import is_quantized, without_rounding
-from trimtab.tensors.comparison import difference, errors, is_discrete, ordered, slower
+from trimtab.tensors.comparison import difference, errors, is_discrete, is_sorted, repeat_sorted
 from trimtab.tensors.structure import TENSOR, Structure, flatten
 from trimtab.tensors.weights import tolerance
 
@@ -230,8 +230,8 @@ def _sizes_in_words(sizes: Mapping[str, int]) -> str:
 
 def _other_values(leaf: torch.Tensor, sign: int) -> torch.Tensor:
     """Other values of the same kind: in reverse order; floats times ``sign``."""
-    if ordered(leaf):
-        return slower(leaf)
+    if is_sorted(leaf):
+        return repeat_sorted(leaf)
     turned = leaf.reshape(-1).flip(0).reshape(leaf.shape)
     return sign * turned if leaf.is_floating_point() else turned
 

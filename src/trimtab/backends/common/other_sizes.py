@@ -15,7 +15,7 @@ from trimtab.core.dynamic_dims import resized
 from trimtab.core.signature import Dim
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.hardware.system import free_mb, peak_rss_mb
-from trimtab.tensors.comparison import ordered
+from trimtab.tensors.comparison import is_sorted
 
 MULTIPLE_UNBOUNDED, MULTIPLE_BOUNDED = 8, 32
 """Largest multiple of the example's size that is tried for a dimension, without and with an upper bound."""
@@ -62,7 +62,7 @@ def shuffled(candidate: Candidate, sizes: Mapping[str, int], name: str) -> list[
     order = torch.randperm(sizes[name], generator=torch.Generator().manual_seed(0), device="cpu")
     leaves = at_sizes(candidate, sizes)
     for i, spec in enumerate(candidate.signature.inputs):
-        for axis in (axis for axis, size in enumerate(spec.shape) if size == name and not ordered(leaves[i])):
+        for axis in (axis for axis, size in enumerate(spec.shape) if size == name and not is_sorted(leaves[i])):
             leaves[i] = leaves[i].index_select(axis, order.to(leaves[i].device))
     return leaves
 

@@ -19,7 +19,7 @@ from trimtab._internal.user_code import user_code
 from trimtab._internal.validation import refuses
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
-from trimtab.tensors.memory_format import lay_out
+from trimtab.tensors.memory_format import to_channels_last
 from trimtab.train.checkpoint import registered
 from trimtab.train.checkpoint import resume_conflicts as given
 from trimtab.train.checkpoint.checkpoints import refuse_unsavable
@@ -121,7 +121,7 @@ def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move
     if nhwc:
         if any(map(is_lazy, model.parameters())):
             raise UsageError("Lazy modules have no memory_format before a forward pass: call the model once before fit().")
-        lay_out(model)
+        to_channels_last(model)
     return mover(device, channels_last=nhwc)
 
 

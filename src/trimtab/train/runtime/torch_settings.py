@@ -15,7 +15,7 @@ from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
 from trimtab.hardware import system
 from trimtab.tensors.attention_kernels import KERNELS
-from trimtab.tensors.precision import products_of_float32
+from trimtab.tensors.precision import float32_precision
 from trimtab.train.runtime.memory_errors import first_line
 
 
@@ -34,7 +34,7 @@ def running(settings: Settings) -> Iterator[None]:
             system.keep_freed_memory()
         torch.backends.cudnn.benchmark = settings.cudnn_benchmark or benchmark
         tf32 = settings.precision.tf32  # as torch has it where None, and while "auto"
-        with contextlib.nullcontext() if tf32 in (None, "auto") else products_of_float32(tf32=tf32 is True), kernels:
+        with contextlib.nullcontext() if tf32 in (None, "auto") else float32_precision(tf32=tf32 is True), kernels:
             yield
     finally:
         torch.set_num_threads(threads)

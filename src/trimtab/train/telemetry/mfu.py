@@ -11,7 +11,7 @@ from trimtab.errors import TrimtabError, UsageError, WorkloadError
 from trimtab.hardware.environment import Environment, known_peaks
 from trimtab.hardware.peaks import Peaks
 from trimtab.measure.flops import count_flops
-from trimtab.tensors.precision import rounded_to_tf32
+from trimtab.tensors.precision import tf32_allowed
 from trimtab.train.autotune.shadow_run import copies, why_not_alone
 from trimtab.train.data.batch_structure import split
 from trimtab.train.data.peek import kept_random
@@ -57,7 +57,7 @@ def _peak(context: RunContext, peaks: Peaks) -> float | None:
     """Peak in GFLOP/s at the precision, on the device and with the threads of the run; ``None`` if it was not measured."""
     kind = context.settings.precision.autocast or "float32"
     device, tf32 = context.device, context.settings.precision.tf32
-    if kind == "auto" or tf32 is True or (device.type == "cuda" and kind == "float32" and tf32 is None and rounded_to_tf32()):
+    if kind == "auto" or tf32 is True or (device.type == "cuda" and kind == "float32" and tf32 is None and tf32_allowed()):
         return None
     if device.type == "cpu":
         return peaks.find(kind, "cpu", context.settings.threads or torch.get_num_threads())
