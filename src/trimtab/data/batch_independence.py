@@ -19,18 +19,18 @@ from trimtab.tensors.comparison import errors, is_discrete
 from trimtab.tensors.structure import cloned, flatten
 
 FEW, MANY = 4, 64
-"""Rows per call; ``MANY`` if all outputs are integers, which may be equal by chance."""
+"""Rows per call; ``MANY`` if all outputs are integers, which may be equal by chance with ``FEW``."""
 
 ROUNDING = 1e-3
-"""Difference by rounding, relative to the largest value, between a row computed alone and among others."""
+"""Largest rounding difference, relative to the largest value, between a row computed alone and the row in a batch."""
 
-Answer = Callable[[torch.Tensor], Any]
+RowOutputs = Callable[[torch.Tensor], Any]
 """The model's output for the rows at these positions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the rows of a batch are.
+    """Whether the rows of a batch are independent examples.
 
     ``own``: the output for a row does not depend on other rows. ``fixed``: as ``own``, but the model does not take every number
     of rows. ``shared``: it depends on the other rows. ``ordered``: it depends on their order, so that rows are no examples.
@@ -40,8 +40,8 @@ class Verdict:
     reason: str = ""
 
     @property
-    def counted(self) -> bool:
-        """True if the rows are independent examples."""
+    def independent(self) -> bool:
+        """True if the rows are examples whose outputs do not depend on each other."""
         return self.kind in ("own", "fixed")
 
 
@@ -57,42 +57,42 @@ class Judge:
 
     def __call__(self, batch: Batch) -> Verdict:
         """The verdict on the rows of ``batch``, at least two."""
-        return self.about(lambda index: self._ask(batch.take(index)), batch.rows)
+        return self.verdict_on(lambda index: self._call(batch.take(index)), batch.rows)
 
-    def about(self, answer: Answer, rows: int) -> Verdict:
-        """The verdict on ``rows`` rows, at least two; ``answer`` gives the output for some of them."""
+    def verdict_on(self, outputs: RowOutputs, rows: int) -> Verdict:
+        """The verdict on ``rows`` rows, at least two; ``outputs`` computes the outputs for some of them."""
         if self.verdict is None:
-            self.verdict = _verdict(answer, rows, self._allowed)
+            self.verdict = _verdict(outputs, rows, self._allowed)
         return self.verdict
 
-    def _ask(self, batch: Batch) -> Any:
+    def _call(self, batch: Batch) -> Any:
         args, kwargs = cloned(batch.call)
         with torch.no_grad():
             return self._model(*args, **kwargs)
 
 
-def _verdict(answer: Answer, rows: int, allowed: float) -> Verdict:
+def _verdict(outputs: RowOutputs, rows: int, allowed: float) -> Verdict:
     try:
         with user_code("it fails on some of its rows"):
-            reason = _row_dependence(answer, rows, allowed)
+            reason = _row_dependence(outputs, rows, allowed)
     except WorkloadError as error:
-        return _unless_ordered(answer, rows, allowed, Verdict("fixed", str(error).rstrip(".")))
+        return _unless_ordered(outputs, rows, allowed, Verdict("fixed", str(error).rstrip(".")))
     if reason is None:
         return Verdict("own")
-    return _unless_ordered(answer, min(rows, FEW), allowed, Verdict("shared", reason))
+    return _unless_ordered(outputs, min(rows, FEW), allowed, Verdict("shared", reason))
 
 
-def _unless_ordered(answer: Answer, rows: int, allowed: float, otherwise: Verdict) -> Verdict:
+def _unless_ordered(outputs: RowOutputs, rows: int, allowed: float, otherwise: Verdict) -> Verdict:
     """``ordered`` if the outputs for reversed rows are not the reversed outputs, else the verdict ``otherwise``."""
     forward = torch.arange(rows)
     try:
         with user_code("it fails"):
-            first, turned = _leaves(answer(forward)), _leaves(answer(forward.flip(0)))
-            if len(first) != len(turned):
+            first, reversed_ = _leaves(outputs(forward)), _leaves(outputs(forward.flip(0)))
+            if len(first) != len(reversed_):
                 return otherwise
-            if _follows_order(first, turned, rows, allowed):
+            if _follows_order(first, reversed_, rows, allowed):
                 return otherwise
-            again = _leaves(answer(forward))
+            again = _leaves(outputs(forward))
     except WorkloadError:
         return otherwise
     # a random model is reported elsewhere, by two equal calls
@@ -101,12 +101,12 @@ def _unless_ordered(answer: Answer, rows: int, allowed: float, otherwise: Verdic
     return Verdict("ordered", otherwise.reason if otherwise.kind == "shared" else "its answer changes with their order")
 
 
-def _row_dependence(answer: Answer, rows: int, allowed: float) -> str | None:
+def _row_dependence(outputs: RowOutputs, rows: int, allowed: float) -> str | None:
     """A clause about how the output for a row depends on other rows; ``None`` if it does not."""
     for most in (FEW, MANY):
         some = torch.linspace(0, rows - 1, min(rows, most)).long()
         picked = torch.arange(len(some) - 1, -1, -2)[: max(len(some) // 2, 1)]
-        whole, part = _leaves(answer(some)), _leaves(answer(some[picked]))
+        whole, part = _leaves(outputs(some)), _leaves(outputs(some[picked]))
         if [a.dim() for a in whole] != [b.dim() for b in part]:
             return "its output has other tensors for another number of rows"
         pairs = list(zip(whole, part, strict=True))
@@ -132,19 +132,19 @@ def _rows_equal(whole: torch.Tensor, part: torch.Tensor, picked: torch.Tensor, r
     return _close(_select_rows(whole, axis, picked.to(whole.device), rows), part, allowed)
 
 
-def _follows_order(first: list[torch.Tensor], turned: list[torch.Tensor], rows: int, allowed: float) -> bool:
+def _follows_order(first: list[torch.Tensor], reversed_: list[torch.Tensor], rows: int, allowed: float) -> bool:
     """True if the outputs for reversed rows are the reversed outputs."""
-    led = False
-    for a, b in zip(first, turned, strict=True):
+    along_rows = False
+    for a, b in zip(first, reversed_, strict=True):
         if a.shape != b.shape:
             return False
         back = torch.arange(rows - 1, -1, -1, device=a.device)
         axes = [axis for axis, size in enumerate(a.shape) if size and size % rows == 0]
         if any(_close(_select_rows(a, axis, back, rows), b, allowed) for axis in axes):
-            led = True
+            along_rows = True
         elif not _close(a, b, allowed):
             return False
-    return led
+    return along_rows
 
 
 def _select_rows(leaf: torch.Tensor, axis: int, index: torch.Tensor, rows: int) -> torch.Tensor:

@@ -19,12 +19,12 @@ MEASURABLE = "biufc"
 
 
 class Column(list[Any]):
-    """A list in a target with an item per row. It is marked as the batch is read: in smaller parts lengths agree by chance."""
+    """A list in a target with an item per row. It is marked when the batch is read; later, lengths may agree by chance."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The data of one call."""
+    """The inputs and targets of one call of the model."""
 
     inputs: Any
     target: Any = None
@@ -34,7 +34,7 @@ class Batch:
     single: bool = False
     """Whether a batch that must stay whole is one example."""
     examples: int = 0
-    """Examples along the axis that the workload names as the batch; 0 if it names none."""
+    """Examples along the axis that the workload names as the batch axis; 0 if it names none."""
 
     @property
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -117,7 +117,7 @@ def divide(
 
 
 def _merged(batches: list[Batch], size: int) -> list[Batch]:
-    """Neighbours with equal shapes and constants joined up to ``size`` rows, because parts of batches are small."""
+    """Join neighbouring batches with equal shapes and constants up to ``size`` rows, because the parts of a split are small."""
     found: list[Batch] = []
     for batch in batches:
         both = joined([found[-1], batch]) if found and found[-1].rows + batch.rows <= size else None

@@ -40,9 +40,9 @@ def specs_of(model: nn.Module, calls: Sequence[Call]) -> list[Specs]:
     return found
 
 
-def as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, calls: Sequence[Specs], notes: list[str]) -> Candidate:
+def with_accepted_dims(make: Callable[..., Candidate], dims: Dims, calls: Sequence[Specs], notes: list[str]) -> Candidate:
     """A candidate with those of ``dims`` dynamic that the model accepts at another size, each tested alone. ``calls`` show the
-    sizes that occur, and so which multiples a model may need. ``notes`` get a sentence for each other dimension."""
+    sizes that occur, and so the multiples that a model may need. ``notes`` get a sentence for each refused dimension."""
     refused: dict[str, WorkloadError | UsageError] = {}
     found: dict[str, Dim] = {}
     with user_code("The model failed on the example inputs", BY_HAND):
@@ -51,7 +51,7 @@ def as_far_as_it_goes(make: Callable[..., Candidate], dims: Dims, calls: Sequenc
         alone = without(dims, {other for other in dim_names(dims) if other != name})
         if (error := _refusal(make, alone)) is None:
             continue
-        dim = accepted_dim(name, sizes_of(name, dims, calls), taker(example, alone, name))
+        dim = accepted_dim(name, sizes_of(name, dims, calls), size_test(example, alone, name))
         if dim is not None and _refusal(make, replaced(alone, {name: dim})) is None:
             found[name] = dim
         else:
@@ -80,11 +80,11 @@ def _refusal(make: Callable[..., Candidate], dims: Dims) -> WorkloadError | Usag
     return None
 
 
-def taker(example: Candidate, dims: Dims, name: str) -> Callable[[int], bool]:
+def size_test(example: Candidate, dims: Dims, name: str) -> Callable[[int], bool]:
     """A function that tests whether the model accepts the example with dimension ``name`` at a given size."""
     marked = mark_dynamic(example.signature.inputs, dims)
 
-    def takes(size: int) -> bool:
+    def accepts(size: int) -> bool:
         leaves = [resized(leaf, spec.shape, name, size) for leaf, spec in zip(example.leaves, marked, strict=True)]
         try:
             with user_code("The model failed at another size"):
@@ -93,4 +93,4 @@ def taker(example: Candidate, dims: Dims, name: str) -> Callable[[int], bool]:
             return False
         return True
 
-    return takes
+    return accepts

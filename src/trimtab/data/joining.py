@@ -17,7 +17,7 @@ Pick = Callable[[torch.Tensor | None], Any]
 """Returns a copy of the joined values of the examples at some positions, or of all examples for ``None``."""
 
 
-def spared(value: Any) -> Any:
+def defensive_copy(value: Any) -> Any:
     """A deep copy of ``value`` for code that may write to it; ``value`` itself if it cannot be copied."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -33,8 +33,8 @@ def spared(value: Any) -> Any:
 def example_counts(outputs: Sequence[Any], targets: Sequence[Any], rows: Sequence[int]) -> list[int]:
     """How many examples each batch holds.
 
-    That is its ``rows``. A batch that must stay whole has 0 rows: its output and target then tell by the first axis of their
-    first tensor. If these differ in any such batch, each such batch counts as one example.
+    That is its ``rows``. A batch that must stay whole has 0 ``rows``: it counts by the first axis of its first tensor if output
+    and target agree on that in all such batches, else as one.
     """
     sizes = [_first_size(output) for output in outputs]
     agreed = all(n or size == _first_size(target) for size, target, n in zip(sizes, targets, rows, strict=True))
@@ -61,14 +61,14 @@ def joined(values: Sequence[Any], counts: Sequence[int]) -> Pick:
     parts = [found.items for found in inside if found is not None]
     shapes = {(isinstance(value, Mapping), *found.keys) for value, found in zip(values, inside, strict=True) if found}
     if len(parts) < len(values) or len(shapes) > 1:
-        return _each(values, counts)
+        return _per_batch(values, counts)
     picks = [joined(items, counts) for items in zip(*parts, strict=True)]
     return lambda index: first.rebuild([pick(index) for pick in picks])
 
 
 def _tensors(values: Sequence[torch.Tensor], counts: Sequence[int]) -> Pick:
     if any((len(value) if value.dim() else 1) != count for value, count in zip(values, counts, strict=True)):
-        return _each(values, counts)
+        return _per_batch(values, counts)
     try:
         whole = torch.cat([value if value.dim() else value[None] for value in values])
     except RuntimeError as error:
@@ -86,17 +86,17 @@ def _constants(values: Sequence[Any], counts: Sequence[int]) -> Pick:
         return _tensors([torch.as_tensor(value) for value in values], counts)
     if set(counts) != {1} and all(isinstance(value, (bool, int, float, str)) and value == values[0] for value in values):
         return lambda index: values[0]
-    return _each(values, counts)
+    return _per_batch(values, counts)
 
 
-def _each(values: Sequence[Any], counts: Sequence[int]) -> Pick:
+def _per_batch(values: Sequence[Any], counts: Sequence[int]) -> Pick:
     """A list with the value of each batch. It has an item per example if each batch is one example."""
-    return _sequence(values) if set(counts) == {1} else lambda index: list(map(spared, values))
+    return _sequence(values) if set(counts) == {1} else lambda index: list(map(defensive_copy, values))
 
 
 def _sequence(items: Sequence[Any]) -> Pick:
     """A list of copies of the picked items; an item that is picked twice is copied twice."""
-    return lambda index: [spared(items[i]) for i in (range(len(items)) if index is None else index.tolist())]
+    return lambda index: [defensive_copy(items[i]) for i in (range(len(items)) if index is None else index.tolist())]
 
 
 def _first_size(value: Any) -> int:

@@ -16,9 +16,9 @@ from trimtab.errors import UsageError
 from trimtab.tensors.structure import leaves_of
 from trimtab.tensors.weights import raw
 
-MOST = 0.5
-"""Share of test examples found in the selection data from which on data is refused; many real sets have single duplicates."""
-PLAIN = (bool, int, float, str, bytes, pathlib.PurePath)
+MAX_OVERLAP = 0.5
+"""Share of test examples in the selection data from which on data is refused; real sets often have a few duplicates."""
+COMPARABLE = (bool, int, float, str, bytes, pathlib.PurePath)
 """Types other than tensors that are compared by their ``repr``."""
 
 
@@ -28,15 +28,15 @@ def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
     Parts of one set have none. Sets that were given separately may, as when a function returns the same data twice.
 
     Raises:
-        UsageError: at least the share :data:`MOST` of the test data is in the selection data.
+        UsageError: at least the share :data:`MAX_OVERLAP` of the test data is in the selection data.
     """
     if evaluation is None:
         return []
     selection, test, calibration = ([*digests(part)] for part in (splits.selection, splits.test, splits.calibration))
     notes = []
     if evaluation.test is not None:
-        both = _among(test, selection)
-        if both >= MOST * len(test):
+        both = _count_known(test, selection)
+        if both >= MAX_OVERLAP * len(test):
             raise UsageError(
                 f"Evaluation(test=...) holds what data=... holds: {both} of its {len(test)} inputs are the same, so that the "
                 "winner would be confirmed on what it was chosen by. Give others, or leave test out, and data is divided."
@@ -44,8 +44,8 @@ def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
         if both:
             notes.append(f"{both} of the {len(test)} inputs of the test data are in the data that the search looks at too.")
     for name, part in (("data that the search looks at", selection), ("test data", test)):
-        both = _among(part, calibration)
-        if both >= MOST * len(part):
+        both = _count_known(part, calibration)
+        if both >= MAX_OVERLAP * len(part):
             notes.append(
                 f"{both} of the {len(part)} inputs of the {name} are in the calibration data too, which flatters what is "
                 "quantized. Give others, or leave calibration out, and some of data is set aside for it."
@@ -53,7 +53,7 @@ def check(splits: Splits, evaluation: Evaluation | None) -> list[str]:
     return notes
 
 
-def _among(part: list[bytes | None], other: Iterable[bytes | None]) -> int:
+def _count_known(part: list[bytes | None], other: Iterable[bytes | None]) -> int:
     known = set(other) - {None}
     return sum(each in known for each in part)
 
@@ -83,7 +83,7 @@ def digest(leaves: Iterable[Any]) -> bytes | None:
                 return None  # such as the sparse edges of a graph
             found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             found.update(raw(leaf).numpy().data)
-        elif leaf is None or isinstance(leaf, PLAIN):
+        elif leaf is None or isinstance(leaf, COMPARABLE):
             found.update(f"{type(leaf).__name__} {leaf!r}\n".encode(errors="surrogatepass"))
         else:
             return None

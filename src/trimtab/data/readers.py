@@ -48,10 +48,10 @@ def labelled(
     """
     most, run = evaluation.max_examples, evaluation.run is not None
     if isinstance(data, tuple) and len(data) == 2 and not all(map(_is_pair, data)):
-        batches = _of_all(data, most, generator, size)
+        batches = _batches_of_arrays(data, most, generator, size)
         return Data([dataclasses.replace(batch, rows=0) for batch in batches] if run else batches, stacked=not run)
     what, stacked = "the evaluation data", False
-    data = _in_one_order(data, generator, notes, what)
+    data = _in_fixed_order(data, generator, notes, what)
     with _reading(what):
         if _is_mapped(data):
             order = torch.randperm(len(data), generator=generator)[:most].tolist()
@@ -59,8 +59,8 @@ def labelled(
             items = [data[i] for i in order] if run else list(_collated(data, order, size, what))
         elif isinstance(data, Iterable):
             stacked = isinstance(data, Dataset) and not run
-            counted: Callable[[Any], int] = (lambda item: 1) if stacked or run else lambda item: _examples(_within(item), judge)
-            items, total = list(_first(data, most, counted)), length_of(data)
+            counted: Callable[[Any], int] = (lambda item: 1) if stacked or run else lambda item: _count(_inputs_of(item), judge)
+            items, total = list(_first_items(data, most, counted)), length_of(data)
             if sum(map(counted, items)) >= most if total is None else len(items) < total:
                 given = f"The first {len(items)}{'' if total is None else f' of {total}'} items of the evaluation data are used"
                 notes.append(f"{given}, as max_examples={most} says. If they are sorted, give them in random order.")
@@ -82,11 +82,11 @@ def _reading(what: str) -> Iterator[None]:
             yield
         except TypeError as error:
             if IMAGES in error_text(error):
-                raise _no_images(what) from error
+                raise _images_error(what) from error
             raise
 
 
-def _no_images(where: str) -> UsageError:
+def _images_error(where: str) -> UsageError:
     return UsageError(
         f"{where[0].upper()}{where[1:]} holds PIL images, and a model takes tensors. Let the dataset convert them, with "
         "transform=transforms.ToTensor() and what else the model was trained with, or by hand: "
@@ -94,7 +94,7 @@ def _no_images(where: str) -> UsageError:
     )
 
 
-def _in_one_order(data: Any, generator: torch.Generator, notes: list[str], what: str) -> Any:
+def _in_fixed_order(data: Any, generator: torch.Generator, notes: list[str], what: str) -> Any:
     """A ``DataLoader(shuffle=True)`` as one of the same batches in an order of ``generator``, because several processes read it
     and must see the same data; anything else as it is."""
     if (
@@ -126,7 +126,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
-def _of_all(data: tuple[Any, Any], most: int, generator: torch.Generator, size: int) -> list[Batch]:
+def _batches_of_arrays(data: tuple[Any, Any], most: int, generator: torch.Generator, size: int) -> list[Batch]:
     """Random batches from inputs and targets that hold all examples."""
     inputs, targets = arrays_to_tensors(data[0]), arrays_to_tensors(data[1])
     given, wanted = _lengths(inputs), _lengths(targets)
@@ -163,7 +163,7 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
     what = "the calibration data"
     if workload.calibration is None:
         return Data([])
-    data: Any = _in_one_order(workload.calibration, generator, notes, what)
+    data: Any = _in_fixed_order(workload.calibration, generator, notes, what)
     total: int | None = None
     with _reading(what):
         if isinstance(data, torch.Tensor) or _is_mapped(data):
@@ -175,9 +175,9 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
                 _refuse_labels(workload, (data[i] for i in order[:1].tolist()))
                 items = _collated(data, order.tolist(), size, what)
         elif isinstance(data, Dataset):
-            items = _in_batches(_first(cast(Iterable[Any], data), MOST_CALIBRATION, lambda item: 1), size, what)
+            items = _in_batches(_first_items(cast(Iterable[Any], data), MOST_CALIBRATION, lambda item: 1), size, what)
         else:
-            items = _first(data, MOST_CALIBRATION, lambda item: _examples(item, judge))
+            items = _first_items(data, MOST_CALIBRATION, lambda item: _count(item, judge))
         found: list[Any] = []
         for item in items:
             if not found:
@@ -197,16 +197,16 @@ def unlabelled(workload: Workload, size: int, generator: torch.Generator, notes:
 
 def _refuse_labels(workload: Workload, items: Iterable[Any]) -> None:
     """Refuse pairs of which the first half has the structure of the model's inputs."""
-    wanted = _form(workload.inputs)
+    wanted = _call_structure(workload.inputs)
     for item in items:
-        if wanted is not None and _is_pair(item) and _form(item) != wanted and _form(item[0]) == wanted:
+        if wanted is not None and _is_pair(item) and _call_structure(item) != wanted and _call_structure(item[0]) == wanted:
             raise UsageError(
                 "The calibration data is made of pairs, of which the first half is what the model takes. Give the inputs "
                 "without labels."
             )
 
 
-def _form(inputs: Any) -> Structure | None:
+def _call_structure(inputs: Any) -> Structure | None:
     """The structure of a call; ``None`` if ``inputs`` are no valid call."""
     try:
         return flatten(as_call(arrays_to_tensors(inputs)), "inputs")[1]
@@ -218,22 +218,22 @@ def _collated(data: Any, order: Sequence[int], size: int, what: str) -> Iterator
     """Batches of the examples of a Dataset in ``order``."""
     chosen = Subset(data, order)
     for start in range(0, len(order), size):
-        yield _together(chosen.__getitems__(list(range(start, min(start + size, len(order))))), what)
+        yield _collate(chosen.__getitems__(list(range(start, min(start + size, len(order))))), what)
 
 
 def _in_batches(examples: Iterable[Any], size: int, what: str) -> Iterator[Any]:
     """Batches of ``examples`` as they come."""
     rest = iter(examples)
     while some := list(itertools.islice(rest, size)):
-        yield _together(some, what)
+        yield _collate(some, what)
 
 
-def _together(examples: Any, what: str) -> Any:
+def _collate(examples: Any, what: str) -> Any:
     try:
         return default_collate(examples)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         if IMAGES in error_text(error):
-            raise _no_images(what) from error
+            raise _images_error(what) from error
         problem = f"The examples of {what} cannot be put together into batches: {error}"
         raise UsageError(with_fix(problem, "Give a DataLoader with your own collate_fn.")) from error
 
@@ -243,7 +243,7 @@ def _is_mapped(data: Any) -> bool:
     return isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized)
 
 
-def _first(data: Iterable[Any], most: int, examples: Callable[[Any], int]) -> Iterator[Any]:
+def _first_items(data: Iterable[Any], most: int, examples: Callable[[Any], int]) -> Iterator[Any]:
     """The first items, up to the one with which they hold ``most`` examples."""
     seen = 0
     for item in data:
@@ -253,19 +253,19 @@ def _first(data: Iterable[Any], most: int, examples: Callable[[Any], int]) -> It
             break
 
 
-def _examples(inputs: Any, judge: Judge | None = None) -> int:
+def _count(inputs: Any, judge: Judge | None = None) -> int:
     """The number of examples in the ``inputs`` of an item: axis 0 of the first tensor or array; 1 if the judge finds that axis
     0 does not count examples."""
     if isinstance(inputs, Call):
         return 1
     inputs = arrays_to_tensors(inputs)
     tensors = tensors_of(inputs)
-    if judge is not None and (rows := rows_of(inputs, None)) > 1 and not judge(Batch(inputs, None, rows)).counted:
+    if judge is not None and (rows := rows_of(inputs, None)) > 1 and not judge(Batch(inputs, None, rows)).independent:
         return 1
     return max(len(tensors[0]), 1) if tensors and tensors[0].dim() else 1
 
 
-def _within(item: Any) -> Any:
+def _inputs_of(item: Any) -> Any:
     """The inputs of a labelled item."""
     return item[0] if isinstance(item, (tuple, list)) and item else item
 
@@ -273,7 +273,7 @@ def _within(item: Any) -> Any:
 def _batch(inputs: Any, target: Any, *, whole: bool, where: str) -> Batch:
     inputs, target = arrays_to_tensors(inputs), arrays_to_tensors(target)
     if any(type(leaf).__module__.startswith(IMAGES) for leaf in leaves_of(inputs)):
-        raise _no_images(where)
+        raise _images_error(where)
     for tensor in tensors_of(inputs):  # -inf may be a mask, and NaN in targets may mean unknown
         if tensor.is_floating_point() and (bad := int(torch.isnan(tensor).sum())):
             raise UsageError(f"{where} holds NaN: {bad} of {tensor.numel()} values. Clean the data first.")

@@ -58,11 +58,11 @@ class _Splitting:
     def splits(self) -> Splits:
         workload, evaluation, notes = self.workload, self.workload.evaluation, self.notes
         judge = self.judge if self.rows is None else None  # a model of a fixed batch size takes no fewer rows
-        read = unlabelled(workload, self.rows or _within(32, self.most), self.generator, notes, judge)
+        read = unlabelled(workload, self.rows or _at_most(32, self.most), self.generator, notes, judge)
         calibration = self._fitting(read, "calibration")
         if evaluation is None:
             return self._without_labels(calibration)
-        size = self.rows or _within(evaluation.batch_size, self.most)
+        size = self.rows or _at_most(evaluation.batch_size, self.most)
         data = self._fitting(labelled(evaluation.data, evaluation, self.generator, size, notes, judge), "evaluation")
         given = count(data)
         if not calibration:
@@ -70,7 +70,7 @@ class _Splitting:
             first, data = self._divide(data, share)
             calibration = [Batch(batch.inputs, None, batch.rows) for batch in first]
             notes.append(
-                f"No calibration data was given: {_words(first)} with labels were set aside for it and are not scored."
+                f"No calibration data was given: {_count_text(first)} with labels were set aside for it and are not scored."
             )
         if evaluation.test is not None:
             selection, read = data, labelled(evaluation.test, evaluation, self.generator, size, notes, judge)
@@ -78,7 +78,7 @@ class _Splitting:
         else:
             selection, test = self._divide(data, 0.5)
             notes.append(
-                f"One labelled set was given: {_words(selection)} select and {count(test)} test, so each verdict "
+                f"One labelled set was given: {_count_text(selection)} select and {count(test)} test, so each verdict "
                 "rests on half of them. Give Evaluation(test=...) to use all."
             )
         if not selection or not test:
@@ -88,10 +88,10 @@ class _Splitting:
 
     def _fitting(self, data: Data, what: str) -> list[Batch]:
         """The batches of the model's fixed size; without a fixed size, all batches, cut to the stated maximum."""
-        batches, rows, notes = self._judged(data, what), self.rows, self.notes
+        batches, rows, notes = self._apply_verdict(data, what), self.rows, self.notes
         if rows is None:
             cut = self.verdict is None or self.verdict.kind == "own" or data.stacked
-            return [piece for batch in batches for piece in pieces(batch, _within(batch.rows, self.most if cut else None))]
+            return [piece for batch in batches for piece in pieces(batch, _at_most(batch.rows, self.most if cut else None))]
         kept = [batch for batch in batches if batch.rows in (0, rows)]
         if batches and not kept:
             found = ", ".join(map(str, sorted({batch.rows for batch in batches})))
@@ -105,7 +105,7 @@ class _Splitting:
             )
         return kept
 
-    def _judged(self, data: Data, what: str) -> list[Batch]:
+    def _apply_verdict(self, data: Data, what: str) -> list[Batch]:
         """The batches of ``data``, with 0 rows if the judge finds that rows are no examples."""
         first = next((batch for batch in data.batches if batch.rows > 1), None)
         self.whole = self.rows is not None
@@ -113,7 +113,7 @@ class _Splitting:
             return data.batches
         new, self.verdict = self.verdict is None, self.judge(first)
         if data.stacked:
-            return self._trusted(data.batches, self.verdict, what, new=new)
+            return self._check_stacked(data.batches, self.verdict, what, new=new)
         if self.verdict.kind == "own":
             return data.batches
         self.whole = True
@@ -122,12 +122,12 @@ class _Splitting:
                 "Items of the data are never taken apart, because the model gives no row an answer of its own: "
                 f"{self.verdict.reason}."
             )
-        if self.verdict.counted:
+        if self.verdict.independent:
             return data.batches
         given = ((batch, _stated_examples(self.workload, batch)) for batch in data.batches)
         return [dataclasses.replace(batch, rows=0, single=True, examples=found) for batch, found in given]
 
-    def _trusted(self, batches: list[Batch], verdict: Verdict, what: str, *, new: bool) -> list[Batch]:
+    def _check_stacked(self, batches: list[Batch], verdict: Verdict, what: str, *, new: bool) -> list[Batch]:
         """Batches that were collated from single examples; refused if the model depends on the order of rows."""
         if verdict.kind == "ordered":
             raise UsageError(
@@ -178,10 +178,10 @@ def _stated_examples(workload: Workload, batch: Batch) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def _within(size: int, most: int | None) -> int:
+def _at_most(size: int, most: int | None) -> int:
     return size if most is None else min(size, most)
 
 
-def _words(batches: Sequence[Batch]) -> str:
+def _count_text(batches: Sequence[Batch]) -> str:
     """``400 examples``, or ``22 items`` if batches must stay whole."""
     return f"{count(batches)} {'examples' if all(batch.rows for batch in batches) else 'items'}"

@@ -1,4 +1,4 @@
-"""Examples for passes that train, from ``Workload.training`` or else from unlabelled inputs, apart from data that judges."""
+"""Examples for passes that train: from ``Workload.training``, else unlabelled inputs; none of the selection or test data."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trimtab.data.splits import Splits
 from trimtab.errors import InputError, UsageError
 from trimtab.tensors.structure import leaves_of, tensors_of
 
-MOST, MOST_MB = 25_600, 1024.0
+MAX_EXAMPLES, MAX_MB = 25_600, 1024.0
 """Most examples, and megabytes of inputs, that are read: 200 updates see 12,800 examples."""
 HELD_OUT = 0.1
-"""Share of the examples that decides which update is kept."""
-LEAST = 16
+"""Share of the examples that is held out to choose the update that is kept."""
+MIN_EXAMPLES = 16
 """Fewest examples to train on."""
-FEW = 500
+FEW_EXAMPLES = 500
 """Examples below which a note warns: a digits network recovered to 0.94 of the images with 256 inputs, and to 0.98 with 800."""
-OVERLAP = 0.5
+MAX_OVERLAP = 0.5
 """Share of the training data found in the selection or test data from which on it is refused."""
 
 
@@ -43,13 +43,13 @@ def training_examples(workload: Workload, splits: Splits, signature: Signature) 
     notes: list[str] = []
     if workload.training is not None:
         source, loss = "training data", workload.training.loss
-        batches = _given(workload.training, workload.seed, signature, notes)
+        batches = _read_batches(workload.training, workload.seed, signature, notes)
     else:
         source, loss, batches = "calibration inputs", None, list(splits.calibration)
-    batches = _unseen(batches, splits, source, notes)
+    batches = _without_evaluation_data(batches, splits, source, notes)
     generator = torch.Generator().manual_seed(workload.seed)
-    held_out, kept = divide(batches, HELD_OUT, generator, whole=False) if count(batches) >= LEAST else ([], batches)
-    if (found := count(kept)) < LEAST:
+    held_out, kept = divide(batches, HELD_OUT, generator, whole=False) if count(batches) >= MIN_EXAMPLES else ([], batches)
+    if (found := count(kept)) < MIN_EXAMPLES:
         notes.append(
             f"Nothing can be trained on: there are {found} examples in the {source}. Give some thousands of inputs, with "
             "labels or without: Workload(training=Training(data=...))."
@@ -60,24 +60,24 @@ def training_examples(workload: Workload, splits: Splits, signature: Signature) 
             f"No training data was given: smaller networks are trained on {found} of the calibration inputs, without labels. "
             f"{_advice(found)}".rstrip()
         )
-    elif found < FEW:
+    elif found < FEW_EXAMPLES:
         notes.append(f"The training data holds {found} examples. {_advice(found)}")
-    pairs, rest = (tuple((_plain(batch.inputs, signature), batch.target) for batch in part) for part in (kept, held_out))
+    pairs, rest = (tuple((_as_call(batch.inputs, signature), batch.target) for batch in part) for part in (kept, held_out))
     return (
         TrainingExamples(
-            batches=pairs, held_out=rest, loss=loss, examples=found, source=source, digest=_content([*pairs, *rest])
+            batches=pairs, held_out=rest, loss=loss, examples=found, source=source, digest=_digest_of([*pairs, *rest])
         ),
         notes,
     )
 
 
 def _advice(found: int) -> str:
-    if found >= FEW:
+    if found >= FEW_EXAMPLES:
         return ""
     return "So few seldom suffice: give Workload(training=Training(data=...)) more different inputs, which need no labels."
 
 
-def _given(training: Training, seed: int, signature: Signature, notes: list[str]) -> list[Batch]:
+def _read_batches(training: Training, seed: int, signature: Signature, notes: list[str]) -> list[Batch]:
     batches: list[Batch] = []
     size = 0.0
     what = "The training data could not be read"
@@ -89,7 +89,7 @@ def _given(training: Training, seed: int, signature: Signature, notes: list[str]
         for item in data:
             batches.append(_batch(arrays_to_tensors(item), signature, len(batches)))
             size += sum(tensor.nbytes for tensor in tensors_of(batches[-1].inputs)) / 1e6
-            if (found := count(batches)) >= MOST or size >= MOST_MB:
+            if (found := count(batches)) >= MAX_EXAMPLES or size >= MAX_MB:
                 notes.append(f"The first {found} examples of the training data are used.")
                 break
     if not batches:
@@ -124,14 +124,14 @@ def _is_call(inputs: Any, signature: Signature) -> bool:
     return all(leaf.dim() == len(spec.shape) and leaf.dtype == getattr(torch, spec.dtype) for leaf, spec in pairs)
 
 
-def _plain(inputs: Any, signature: Signature) -> Any:
+def _as_call(inputs: Any, signature: Signature) -> Any:
     """``inputs`` as a tuple of positional or a dict of keyword arguments."""
     args, kwargs = as_call(inputs)
     return {**dict(zip(signature.parameters, args, strict=False)), **kwargs} if kwargs else args
 
 
-def _unseen(batches: Sequence[Batch], splits: Splits, source: str, notes: list[str]) -> list[Batch]:
-    """``batches`` without the examples that judge."""
+def _without_evaluation_data(batches: Sequence[Batch], splits: Splits, source: str, notes: list[str]) -> list[Batch]:
+    """``batches`` without examples of the selection and test data."""
     judging = {*digests(splits.selection), *digests(splits.test)} - {None}
     total, kept = count(batches), list[Batch]()
     for batch in batches:
@@ -142,7 +142,7 @@ def _unseen(batches: Sequence[Batch], splits: Splits, source: str, notes: list[s
             kept.append(batch.take(fresh.nonzero().flatten()))
     if not (both := total - count(kept)):
         return kept
-    if both >= OVERLAP * total:
+    if both >= MAX_OVERLAP * total:
         raise UsageError(
             f"{both} of the {total} examples of the {source} are also in the selection or test data, so that a network would "
             "be judged by what it was trained on. Give others: Workload(training=Training(data=...))."
@@ -151,7 +151,7 @@ def _unseen(batches: Sequence[Batch], splits: Splits, source: str, notes: list[s
     return kept
 
 
-def _content(pairs: Sequence[tuple[Any, Any]]) -> str:
+def _digest_of(pairs: Sequence[tuple[Any, Any]]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for pair in pairs:
         leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(pair)]

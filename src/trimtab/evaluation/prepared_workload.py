@@ -21,9 +21,9 @@ from trimtab.core.capture import Call
 from trimtab.core.dynamic_dims import BATCHES, Dims, describe_dims, find_dims, mark_dynamic
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, require_plain, specs
 from trimtab.core.workload import Workload, as_call
-from trimtab.data.batch_independence import ROUNDING, Answer, Judge
+from trimtab.data.batch_independence import ROUNDING, Judge, RowOutputs
 from trimtab.data.batches import Batch, rows_of
-from trimtab.data.dynamic_shapes import Specs, as_far_as_it_goes, specs_of
+from trimtab.data.dynamic_shapes import Specs, specs_of, with_accepted_dims
 from trimtab.data.readers import MOST_CALIBRATION
 from trimtab.data.splits import Splits, split
 from trimtab.data.training_data import training_examples
@@ -84,7 +84,7 @@ def prepare(workload: Workload, scratch: pathlib.Path | None = None, *, compress
     except (WorkloadError, UsageError):
         if workload.dynamic is not None or not dynamic:
             raise
-        candidate = as_far_as_it_goes(make, dynamic, calls, notes)
+        candidate = with_accepted_dims(make, dynamic, calls, notes)
         if candidate.signature.batch is None and _calibrates(workload) and _is_rereadable(workload):
             splits = split(workload, rows, judge)  # batches of unequal sizes were cut by trimtab
     if workload.dynamic is not None:
@@ -336,7 +336,7 @@ def _dims(workload: Workload, calls: Sequence[Specs], judge: Judge, notes: list[
     """The dynamic dimensions: as stated, else the sizes that differ between the example, further examples and the data."""
     if workload.dynamic is not None:
         return workload.stated_dims or {}
-    dims = find_dims(calls, batched=judge.verdict is None or judge.verdict.counted)
+    dims = find_dims(calls, batched=judge.verdict is None or judge.verdict.independent)
     if dims:
         notes.append(f"Dynamic dimensions, as the data shows them: {describe_dims(dims)}.")
     return dims
@@ -363,15 +363,15 @@ def _with_batch_axis(candidate: Candidate, judge: Judge, notes: list[str]) -> Ca
         if (rows := rows_of(inputs, None)) > 1:
             judge(Batch(inputs, None, rows))
         elif batch is not None and (rows := candidate.leaves[0].shape[0]) > 1:
-            judge.about(_answer_along(candidate, batch), rows)  # some inputs lack that axis: edges of a graph are no nodes
-    if judge.verdict is None or judge.verdict.counted:
+            judge.verdict_on(_answer_along(candidate, batch), rows)  # some inputs lack that axis: edges of a graph are no nodes
+    if judge.verdict is None or judge.verdict.independent:
         return candidate
     if not asked:
         notes.append(f"The first axis of the inputs is not taken for the batch: {judge.verdict.reason}.")
     return dataclasses.replace(candidate, signature=dataclasses.replace(candidate.signature, batched=False))
 
 
-def _answer_along(candidate: Candidate, name: str) -> Answer:
+def _answer_along(candidate: Candidate, name: str) -> RowOutputs:
     """The model's output for some positions of the dimension ``name`` of its example; all other inputs stay."""
 
     def answer(index: torch.Tensor) -> Any:

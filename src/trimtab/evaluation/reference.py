@@ -19,7 +19,7 @@ from trimtab._internal.user_code import BY_HAND, user_code
 from trimtab.core.measurement import Drop
 from trimtab.core.workload import Evaluation
 from trimtab.data.batches import Batch, arrays_to_tensors
-from trimtab.data.joining import example_counts, joined, spared
+from trimtab.data.joining import defensive_copy, example_counts, joined
 from trimtab.data.scores import number, numbers, shown
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.measure.stats import SEED, UNUSABLE, bootstrap_drop, paired_drop, refuse_stateful
@@ -228,7 +228,7 @@ def _scored(evaluation: Evaluation, outputs: Sequence[Any], batches: Sequence[Ba
     for output, batch in zip(outputs, batches, strict=True):
         fix = "Call it yourself with the model's output for a batch, and its targets."
         with user_code("Evaluation score raised", fix, dict(zip(SIDES, (output, batch.target), strict=True))):
-            found = numbers(evaluation.score(output, spared(batch.target)), batch.rows)
+            found = numbers(evaluation.score(output, defensive_copy(batch.target)), batch.rows)
         # scores within one example are not independent
         each += [float(np.mean(found))] if batch.single and found and len(found) != batch.examples else found
     return Scores(value=float(np.mean(each)), n=len(each), each=tuple(each))
