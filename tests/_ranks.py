@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing
 
 from trimtab.errors import TrimtabError
-from trimtab.train.distributed.process_group import lost
+from trimtab.train.distributed.process_group import connection_lost
 
 Checks = Callable[[pathlib.Path], Mapping[str, Any]]
 
@@ -53,5 +53,5 @@ def failure(action: Callable[[], object]) -> list[str]:
     try:
         action()
     except (TrimtabError, RuntimeError) as error:
-        return ["lost" if lost(error) else type(error).__name__, str(error)]
+        return ["lost" if connection_lost(error) else type(error).__name__, str(error)]
     return []

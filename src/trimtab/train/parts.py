@@ -192,15 +192,15 @@ class Parts(Step):
         self.check()
         world, folder = self.world, self._folder()
         kept = {
-            "model": world.whole(self.model.state_dict()),
-            "optimizer": world.whole(self.optimizer.state_dict()),
+            "model": world.unsharded(self.model.state_dict()),
+            "optimizer": world.unsharded(self.optimizer.state_dict()),
             "step": self.state_dict(),
             "position": {"update": self.update, "epoch": self.epoch, "batch": 0 if self._feed is None else self._feed.taken},
             "begun": world.gathered(self._begun),
             "random": world.gathered(self._random()),
             "state": state,
         }
-        world.on_first(lambda: folder.save(self.update, kept))
+        world.on_rank_0(lambda: folder.save(self.update, kept))
 
     def load(self) -> Mapping[str, Any] | None:
         """Restore the newest checkpoint; returns the ``state`` that :meth:`save` was given, ``None`` without a checkpoint.

@@ -39,7 +39,7 @@ from trimtab.train.optim.optimizer_dict import named
 from trimtab.train.optim.optimizer_state import OptimizerModes
 from trimtab.train.optim.schedules import Schedule
 from trimtab.train.run_context import FitState, Position, RunContext
-from trimtab.train.runtime.memory_errors import telling_stops
+from trimtab.train.runtime.memory_errors import explaining_gpu_asserts
 from trimtab.train.runtime.torch_settings import allocate, refuse_autocast, running
 from trimtab.train.runtime.train_modes import Modes
 from trimtab.train.runtime.world import World
@@ -349,7 +349,7 @@ class Trainer:
         consistency.refuse_differences(self.context, validated=validate is not None, epochs=epochs, steps=steps)
         self.context.fit = run = FitState(MemoryPlan(self.context), epochs=epochs)
         saved = checkpoint_policy.without(self.context) if bounds.fast_dev_run else checkpoint_policy.folder_held(self.context)
-        with saved, interruptible(self.context), telling_stops():
+        with saved, interruptible(self.context), explaining_gpu_asserts():
             last, given, train = self._last, train, self.context.world.share(train, "train")
             run.goes_on = (
                 isinstance(given, Iterator) and last is not None and last[0] is given and self.context.resuming is None
@@ -358,7 +358,7 @@ class Trainer:
             validate = None if validate is None else self.context.world.share(validate, "validate")
             validate = validation.checked(self.context, validate)
             with progress.shown(self.context, self.progress):
-                self.context.note_once(self.context.modes.look())
+                self.context.note_once(self.context.modes.find_frozen())
                 self.context.modes.train()
                 self.context.shown.take_back(
                     update=self.context.position.update, same=not duration.begin_other(self.context, last, given)

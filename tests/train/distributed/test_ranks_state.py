@@ -184,7 +184,7 @@ def nested_shards(folder: pathlib.Path) -> dict[str, Any]:
         return made
 
     first, second, alone = run(2, folder / "nested"), run(4, folder / "nested"), run(4, None)
-    part: Any = second.world.part(torch.ones(4, 8), second.model.head.weight)
+    part: Any = second.world.shard(torch.ones(4, 8), second.model.head.weight)
     return {
         "units": sum(hasattr(module, "reshard") for module in first.model.modules()),
         "shares": second.optimizer.shares,

@@ -22,7 +22,7 @@ from trimtab.tensors.precision import tf32_allowed
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.engine.step import Step, Update
 from trimtab.train.loss.adapter import LossAdapter
-from trimtab.train.runtime.snapshots import rehearsal
+from trimtab.train.runtime.snapshots import rolled_back
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import random_state, running, set_random_state
 from trimtab.train.runtime.world import World, weighted, wide
@@ -374,11 +374,11 @@ def without_rate(model: nn.Module) -> Adaptive:
     return optimizer
 
 
-def test_a_generator_of_the_model_is_as_before_after_a_rehearsal() -> None:
+def test_a_generator_of_the_model_is_as_before_after_a_rollback() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model[0].random = torch.Generator().manual_seed(1)
     before = model[0].random.get_state()
-    with rehearsal(model):
+    with rolled_back(model):
         torch.rand(1, generator=model[0].random)
     assert torch.equal(model[0].random.get_state(), before)
 
@@ -397,10 +397,10 @@ class Counting(nn.Module):
         return torch.tanh(self.layer(torch.tanh(x * self.passes)))
 
 
-def test_a_buffer_that_a_forward_pass_replaces_is_as_before_after_a_rehearsal() -> None:
+def test_a_buffer_that_a_forward_pass_replaces_is_as_before_after_a_rollback() -> None:
     model, loss = Counting(), Counting()
     before = [model.passes, loss.passes]
-    with rehearsal(model, loss=loss) as kept:
+    with rolled_back(model, loss=loss) as kept:
         loss(model(torch.ones(2, 4)))
         assert list(map(id, kept.changed())) == list(map(id, before))
     assert [id(model.passes), id(loss.passes)] == list(map(id, before))
@@ -423,12 +423,12 @@ def test_what_is_tried_before_a_run_leaves_such_buffers_alone(settings: dict[str
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
-def test_options_of_the_optimizer_are_as_before_after_a_rehearsal() -> None:
+def test_options_of_the_optimizer_are_as_before_after_a_rollback() -> None:
     model = nn.Linear(4, 3)
     optimizer = without_rate(model)
     optimizer.param_groups[0]["scale"] = scale = torch.ones(2)
     before = copy.deepcopy({k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "scale")})
-    with rehearsal(model, optimizer):
+    with rolled_back(model, optimizer):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         scale.mul_(3)

@@ -24,7 +24,7 @@ from trimtab.execution.jobs.training import _fingerprint
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.engine.setup import loss_on, optimizer_for
 from trimtab.train.loss.adapter import LossAdapter, fresh
-from trimtab.train.runtime.snapshots import rehearsal
+from trimtab.train.runtime.snapshots import rolled_back
 from trimtab.train.telemetry.mfu import flops_share
 
 CLASSES = 4
@@ -461,22 +461,22 @@ def test_a_loss_of_which_a_part_is_frozen_is_so_after_a_validation() -> None:
     assert (loss.training, loss.fixed.training) == (True, False)
 
 
-def test_a_rehearsal_leaves_no_gradient_and_no_draw_in_a_loss() -> None:
+def test_a_rollback_leaves_no_gradient_and_no_draw_in_a_loss() -> None:
     model, loss, noisy = network(), Centres(), Seen()
-    with rehearsal(model, loss=loss):
+    with rolled_back(model, loss=loss):
         loss(model(pairs()[0][0]), pairs()[0][1]).backward()
     assert loss.places.grad is None
     assert loss.calls == 0
     before = noisy.random.get_state()
-    with rehearsal(model, loss=noisy):
+    with rolled_back(model, loss=noisy):
         noisy(model(pairs()[0][0]), pairs()[0][1])
     assert torch.equal(noisy.random.get_state(), before)
 
 
-def test_a_rehearsal_puts_the_parameters_of_a_loss_back() -> None:
+def test_a_rollback_puts_the_parameters_of_a_loss_back() -> None:
     model, loss = network(), Centres()
     before, optimizer = loss.places.detach().clone(), momentum([*model.parameters(), loss.places])
-    with rehearsal(model, optimizer):
+    with rolled_back(model, optimizer):
         loss(model(pairs()[0][0]), pairs()[0][1]).backward()
         optimizer.step()
     assert torch.equal(loss.places, before)
@@ -540,10 +540,10 @@ def test_a_state_that_a_model_carries_is_that_of_its_batches_alone(settings: Set
     assert torch.equal(ended[0].head.weight, ended[1].head.weight)
 
 
-def test_a_rehearsal_puts_attributes_back() -> None:
+def test_a_rollback_puts_attributes_back() -> None:
     model = Carrying()
     past, total = model.past, model.total
-    with rehearsal(model):
+    with rolled_back(model):
         model(pairs()[0][0])
     assert model.state is None
     assert not hasattr(model, "last")

@@ -20,7 +20,7 @@ from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.optim.kernels import bring_state
 from trimtab.train.optim.optimizer_state import load
 from trimtab.train.optim.schedules import cosine
-from trimtab.train.runtime.snapshots import rehearsal
+from trimtab.train.runtime.snapshots import rolled_back
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Event, Progressed, Validated
 
@@ -165,7 +165,7 @@ def test_an_optimizer_that_leaves_out_what_its_parts_keep_is_refused_before_a_ch
     assert plain.fit(loader(), epochs=1).updates == 8  # there is nothing that its part keeps
 
 
-def test_a_rehearsal_puts_back_what_the_parts_of_an_optimizer_keep() -> None:
+def test_a_rollback_puts_back_what_the_parts_of_an_optimizer_keep() -> None:
     model = deep()
     both = Both.of(model.parameters())
 
@@ -176,7 +176,7 @@ def test_a_rehearsal_puts_back_what_the_parts_of_an_optimizer_keep() -> None:
     step()
     before = [part.state_dict() for part in both.parts]
     kept = [{place: {n: v.clone() for n, v in state.items()} for place, state in each["state"].items()} for each in before]
-    with rehearsal(model, both):
+    with rolled_back(model, both):
         step()
     now = [part.state_dict()["state"] for part in both.parts]
     for was, found in zip(kept, now, strict=True):

@@ -368,11 +368,11 @@ class _Decisions:
         """
         assert self.best is not None
 
-        def go_on(progress: Progress) -> None:
+        def check(progress: Progress) -> None:
             if self.context.ending:
                 raise _InterruptedError
 
-        return compare(other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=go_on).ratio
+        return compare(other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=check).ratio
 
 
 def _not_faster(ratio: Interval, times: str) -> str:

@@ -31,8 +31,8 @@ from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.memory.activation_budget import Verified, choose
 from trimtab.train.memory.peak_activations import peak_activations
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.memory_errors import go_on
-from trimtab.train.runtime.snapshots import moved, rehearsal, stand_still
+from trimtab.train.runtime.memory_errors import raise_unless_retryable
+from trimtab.train.runtime.snapshots import rolled_back, why_parts_differ, zero_learning_rates
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 
@@ -131,7 +131,7 @@ def find_batch(
     step = Step(called, context.objective, context.optimizer, context.settings, world, HostClock())
     sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
     was = {module: module.training for module in context.model.modules()}
-    context.modes.look()
+    context.modes.find_frozen()
     context.modes.train()
     try:
         with context.shown.modes.trained(), running(context.settings):
@@ -164,7 +164,7 @@ def search_micro_batch(context: RunContext, step: Step, group: Sequence[Batch], 
     context.settings = context.settings.replaced({"data.micro_batch": size})
     context.decided["data.micro_batch"] = size
     kept = " Smaller ones are not tried, because the run is short." if search.short else ""
-    kept = f" They are not made smaller for speed, because of {search.moved}." if search.moved else kept
+    kept = f" They are not made smaller for speed, because of {search.parts_differ}." if search.parts_differ else kept
     context.note(f"data.micro_batch={size}: examples, tried on updates of {whole}. " + "; ".join(map(str, tried)) + "." + kept)
     return size
 
@@ -212,7 +212,7 @@ class _Search:
     """Sweeps sizes until throughput stops growing, then times the fastest ones in turns."""
 
     def __init__(self, context: RunContext, step: Step, limit_mb: float | None, seconds: float, updates: int | None) -> None:
-        self.updates, self.short, self.moved = updates, False, ""
+        self.updates, self.short, self.parts_differ = updates, False, ""
         self.context, self.world = context, step.world
         model = getattr(step.model, "_orig_mod", step.model)  # compiling for each size takes longer than the search saves
         nonfinite = context.settings.optimizer.nonfinite
@@ -236,10 +236,10 @@ class _Search:
         """
         begun = time.perf_counter()
         model, optimizer, loss = self.context.model, self.context.optimizer, self.context.objective.module
-        with rehearsal(model, optimizer, loss=loss) as kept, contextlib.ExitStack() as after:
+        with rolled_back(model, optimizer, loss=loss) as kept, contextlib.ExitStack() as after:
             after.callback(self.world.drop_update)
-            stand_still(optimizer)
-            entries = self._sweep(candidates, lambda: moved(kept, model) if same_update else "")
+            zero_learning_rates(optimizer)
+            entries = self._sweep(candidates, lambda: why_parts_differ(kept, model) if same_update else "")
             able = [entry for entry in entries if not entry.reason]
             if not able:
                 raise UsageError(f"No batch size can be used. {'; '.join(f'{e.size}: {e.reason}' for e in entries)}.")
@@ -254,7 +254,7 @@ class _Search:
                     entry.seconds.append(self._time(entry))
         return sorted(entries, key=lambda entry: entry.size)
 
-    def _sweep(self, candidates: Iterable[tuple[int, Sequence[Batch]]], moved: Callable[[], str]) -> list[_Entry]:
+    def _sweep(self, candidates: Iterable[tuple[int, Sequence[Batch]]], parts_differ: Callable[[], str]) -> list[_Entry]:
         entries: list[_Entry] = []
         best, behind, growing = 0.0, 0, False
         for size, group in candidates:
@@ -266,8 +266,8 @@ class _Search:
                 if growing:  # what is larger will not fit either
                     break
                 continue
-            self.moved = self._agreed(moved(), "what another process has")
-            if self.moved or self.short:
+            self.parts_differ = self._agreed(parts_differ(), "what another process has")
+            if self.parts_differ or self.short:
                 break
             behind = 0 if entry.rate > best * (1 + TIE) else behind + 1
             best = max(best, entry.rate)
@@ -289,7 +289,7 @@ class _Search:
             reason = action(entry)
         except (RuntimeError, MemoryError, ValueError) as error:
             if not (lonely := str(error).startswith("Expected more than 1 value per channel")):
-                go_on(error, repeats=self.world.repeats)
+                raise_unless_retryable(error, repeats=self.world.repeats)
             reason = "BatchNorm cannot be trained on one example" if lonely else "it does not fit into memory"
         return self._agreed(reason)
 

@@ -26,7 +26,7 @@ from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.loss.loss_parity import shaken, too_coarse
 from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.snapshots import Snapshot, moving, stand_still
+from trimtab.train.runtime.snapshots import Snapshot, forward_snapshot, zero_learning_rates
 from trimtab.train.runtime.step_clock import HostClock
 from trimtab.train.runtime.torch_settings import running
 from trimtab.train.runtime.train_modes import DropoutOff, changed_modules, float_buffers
@@ -69,7 +69,7 @@ class ShadowRun:
         self.modes.train(self.model)
         if any(group.get("lr") is None for group in optimizer.param_groups):
             raise CompileError("The optimizer finds its own learning rate, so that no copy of the run can stand still.")
-        stand_still(optimizer)
+        zero_learning_rates(optimizer)
         with running(settings):
             move = setup.laid_out(self.model, settings, context.device)
             self.step = setup.step_for(settings, objective)(self.model, objective, optimizer, settings, World(), HostClock())
@@ -77,7 +77,7 @@ class ShadowRun:
                 use_kernels(optimizer, settings.optimizer.implementation)
             self.feed = setup.feed_for(batches, settings, HostClock(), move)
             self._keep_budget(context.device)
-        self._initial = moving(self.model, objective.module)
+        self._initial = forward_snapshot(self.model, objective.module)
 
     def _keep_budget(self, device: torch.device) -> None:
         """Recompute activations as the run will, by the largest of the batches."""
@@ -110,7 +110,7 @@ class ShadowRun:
 
         Two shadow runs of one run can be compared by it, however many rounds each has made before.
         """
-        self._initial.put_back()
+        self._initial.restore()
         with kept_random(), _first_gradient(self.step.optimizer) as gradient:
             return Round(self.round(), gradient)
 
@@ -121,7 +121,7 @@ class ShadowRun:
         self.round()
         self.modes = off = DropoutOff(self.model, changed_modules(self.model, before))
         try:
-            off.look()
+            off.find_frozen()
             off.train()
             yield
         finally:
@@ -137,7 +137,7 @@ class ShadowRun:
         try:
             yield
         finally:
-            kept.put_back()
+            kept.restore()
 
 
 @contextlib.contextmanager

@@ -16,12 +16,12 @@ from trimtab.train.data.batch_structure import join, split
 from trimtab.train.data.device_prefetch import Transfer
 from trimtab.train.data.loader_position import is_seekable, is_stateful, load_state, state_of
 from trimtab.train.loss.adapter import Batch
-from trimtab.train.runtime.memory_errors import final
+from trimtab.train.runtime.memory_errors import no_retry
 from trimtab.train.runtime.random_generators import datasets_of
 from trimtab.train.runtime.step_clock import Clock
 
 _READING, _END = user_code("The loader raised"), object()
-_MOVING = final(
+_COPYING = no_retry(
     "A batch has no room on its device ({words}). Make the loader's batches smaller; "
     "DataSettings(accumulate=...) keeps the update as it is."
 )
@@ -156,7 +156,7 @@ class MicroBatcher:
                     coming = self._transfer.arrive(coming)
                 group.append(coming)
             except BaseException as error:
-                _MOVING.explain(error)
+                _COPYING.explain(error)
                 raise
         self._between = True
         self.clock.enter("other")

@@ -162,18 +162,18 @@ class FsdpGroup(Group):
             self._model.set_requires_gradient_sync(now)
         return contextlib.nullcontext()
 
-    def forward(self, ask: Callable[[], T]) -> T:
-        """The result of ``ask``, a forward pass, with the parameters gathered that are in no list of layers."""
+    def forward(self, compute: Callable[[], T]) -> T:
+        """The result of ``compute``, a forward pass, with the parameters gathered that are in no list of layers."""
         if self._model is None:
-            return ask()
-        found: T = self._model(ask)
+            return compute()
+        found: T = self._model(compute)
         self._model.calls.add(_END)
         return found
 
-    def forward_alone(self, ask: Callable[[], T]) -> T:
-        """The result of ``ask``. If it fails, the other processes wait within a layer and cannot be told."""
+    def forward_alone(self, compute: Callable[[], T]) -> T:
+        """The result of ``compute``. If it fails, the other processes wait within a layer and cannot be told."""
         try:
-            return self.forward(ask)
+            return self.forward(compute)
         except BaseException as error:
             self._reported = self._unreported = error
             raise
@@ -208,7 +208,7 @@ class FsdpGroup(Group):
         if self._model is not None:
             self._model.reshard()
 
-    def whole(self, state: Any) -> Any:
+    def unsharded(self, state: Any) -> Any:
         """``state`` with whole tensors on the CPU in rank 0, and empty tensors in other processes. All must call it."""
 
         def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -217,11 +217,11 @@ class FsdpGroup(Group):
 
         return map_tensors(state, gathered)
 
-    def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """This process's shard of a whole tensor, which every process has, sharded as ``of`` is."""
-        if not hasattr(of, "full_tensor") or hasattr(value, "full_tensor") or value.shape != of.shape:
+    def shard(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This process's shard of a whole tensor, which every process has, sharded as ``like`` is."""
+        if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor") or value.shape != like.shape:
             return value
-        given: Any = of
+        given: Any = like
         tensor = require("torch.distributed.tensor")
         share = tensor.distribute_tensor(value, given.device_mesh, given.placements, src_data_rank=None)
         found: torch.Tensor = tensor.DTensor.from_local(
@@ -313,11 +313,11 @@ class _Root(nn.Module):
         self.model, self.calls, self.kept, self.inside = model, calls, kept, False
         model.forward = _GatheringForward(self, model.forward)
 
-    def forward(self, ask: Callable[[], T]) -> T:
-        """The result of ``ask``."""
+    def forward(self, compute: Callable[[], T]) -> T:
+        """The result of ``compute``."""
         before, self.inside = self.inside, True
         try:
-            return ask()
+            return compute()
         finally:
             self.inside = before
 

@@ -23,7 +23,7 @@ from trimtab.errors import PeerError, TrimtabError, UsageError
 from trimtab.train.distributed.data_parallel import DataParallelGroup
 from trimtab.train.distributed.devices import local_device
 from trimtab.train.distributed.fsdp import FsdpGroup
-from trimtab.train.distributed.process_group import PeerMemoryError, lost
+from trimtab.train.distributed.process_group import PeerMemoryError, connection_lost
 from trimtab.train.engine.setup import check_device
 from trimtab.train.runtime.world import World
 
@@ -190,7 +190,7 @@ def _report_uncaught(kind: type[BaseException], error: BaseException, trace: typ
     if isinstance(error, (PeerError, PeerMemoryError)):
         return
     place = f"[rank {dist.get_rank()} on {socket.gethostname()}]" if dist.is_initialized() else ""
-    if lost(error):
+    if connection_lost(error):
         print(f"{place} Another process is gone; this one ends too.", file=sys.stderr)
     elif isinstance(error, TrimtabError):
         if _first_to_report(str(error)):

@@ -21,7 +21,7 @@ from trimtab.train.data.device_prefetch import stored
 from trimtab.train.distributed.data_sharding import share
 from trimtab.train.distributed.devices import local_device
 from trimtab.train.loss.adapter import Weight
-from trimtab.train.runtime.memory_errors import no_second_try, out_of_memory, stopped
+from trimtab.train.runtime.memory_errors import collective_memory_error, gpu_assert_failed, out_of_memory
 from trimtab.train.runtime.world import World, weighted
 
 T = TypeVar("T")
@@ -158,9 +158,9 @@ class Group(World):
 
     def known_to_all(self, error: BaseException) -> bool:
         """True if all processes have failed with ``error`` or have been told of it."""
-        if lost(error) or stopped(error) or _is(error, self._unreported):
+        if connection_lost(error) or gpu_assert_failed(error) or _caused_by(error, self._unreported):
             return False
-        return _is(error, self._reported) or isinstance(error, (UsageError, WorkloadError, PeerMemoryError))
+        return _caused_by(error, self._reported) or isinstance(error, (UsageError, WorkloadError, PeerMemoryError))
 
     def finish_exchange(self) -> None:
         """Take part in the exchange of gradients that others wait for, after an update failed here."""
@@ -204,7 +204,7 @@ class Group(World):
         dist.all_gather_object(found, value, group=self.everyone)
         return found
 
-    def on_first(self, action: Callable[[], T]) -> T | None:
+    def on_rank_0(self, action: Callable[[], T]) -> T | None:
         """The result of ``action`` in rank 0, ``None`` in other processes.
 
         Raises:
@@ -282,13 +282,13 @@ class Group(World):
         Raises:
             WorkloadError: memory ran out in an update, and the others cannot be told.
         """
-        if lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _is(error, self._reported):
+        if connection_lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _caused_by(error, self._reported):
             return
         self._reported = error  # it may pass through outer blocks, where nobody listens
         if update and not self._exchange_finished():
             self._unreported = error
             if out_of_memory(error):
-                raise no_second_try(error) from error
+                raise collective_memory_error(error) from error
             return
         own = OUT_OF_MEMORY if out_of_memory(error) else FAILED
         with contextlib.suppress(RuntimeError):  # the others may be gone; the first error counts
@@ -338,7 +338,7 @@ def _timeout() -> dt.timedelta | None:
     return found
 
 
-def _is(error: BaseException, other: BaseException | None) -> bool:
+def _caused_by(error: BaseException, other: BaseException | None) -> bool:
     """True if ``error`` is ``other`` or was raised from it."""
     return other is not None and (error is other or error.__cause__ is other)
 
@@ -354,9 +354,9 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest()
 
 
-def lost(error: BaseException) -> bool:
+def connection_lost(error: BaseException) -> bool:
     """True if ``error`` says that the connection to another process broke."""
     named = isinstance(error, dist.DistNetworkError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
     )
-    return named or (error.__cause__ is not None and lost(error.__cause__))
+    return named or (error.__cause__ is not None and connection_lost(error.__cause__))

@@ -27,7 +27,7 @@ def load(context: RunContext) -> None:
                 f"{type(context.model).__qualname__}. Give the model that they were made with."
             )
         if better is not None:
-            parts = {name: context.world.part(value, now[name]) for name, value in better.items()}
+            parts = {name: context.world.shard(value, now[name]) for name, value in better.items()}
             found = versioned(parts, versions(better))
     if found is None:
         raise UsageError(f"load_best() has nothing to load: the weights of no validation were kept. {KEEP}.")

@@ -29,7 +29,7 @@ def folder_held(context: RunContext) -> Iterator[None]:
     if (checkpoints := context.checkpoints) is None:
         yield
         return
-    with context.world.on_first(checkpoints.hold) or contextlib.nullcontext():
+    with context.world.on_rank_0(checkpoints.hold) or contextlib.nullcontext():
         _check_folder(context, checkpoints)
         yield
 
@@ -69,7 +69,7 @@ def save(context: RunContext, ready: Ready) -> None:
     update, figure = context.figure or (None, None)
     if update != context.position.update:  # the validation was of other parameters
         figure = None
-    path = context.world.on_first(lambda: checkpoints.save(context.position.update, state, figure))
+    path = context.world.on_rank_0(lambda: checkpoints.save(context.position.update, state, figure))
     tell(context, Saved(update=context.position.update, epoch=context.position.epoch, path=str(path)))
 
 

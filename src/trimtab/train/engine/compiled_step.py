@@ -88,7 +88,7 @@ class CompiledStep(Step):
         if before is None:  # the loss took another path than with all earlier batches of these shapes
             self.failure += f" {_BEGUN}"
         else:
-            before.put_back()
+            before.restore()
         self.model = self.plain
         return super().gradients(batches)
 

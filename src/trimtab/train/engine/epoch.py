@@ -19,7 +19,7 @@ from trimtab.train.loss.adapter import Batch
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.random_generators import generators_of, generators_within, set_states, states_of
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
-from trimtab.train.runtime.world import NOTHING
+from trimtab.train.runtime.world import NO_OP
 
 _WORKERS = (
     "No checkpoint holds the random generators of the loader's worker processes: if the dataset draws from them, a resumed run "
@@ -213,7 +213,7 @@ def rounds(context: RunContext, feed: MicroBatcher, saving: contextlib.AbstractC
     updates = context.world.rounds(_until_cut(context, feed), feed.length(), functools.partial(_again, feed))
     alone = context.world.processes == 1
     while True:
-        with saving if alone else NOTHING:
+        with saving if alone else NO_OP:
             batches = next(updates, None)
         if batches is None:
             return

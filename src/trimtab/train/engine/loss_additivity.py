@@ -25,8 +25,8 @@ from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.loss.loss_parity import ROUNDING, rounding
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.memory_errors import go_on, out_of_memory
-from trimtab.train.runtime.snapshots import Snapshot, rehearsal
+from trimtab.train.runtime.memory_errors import raise_unless_retryable, out_of_memory
+from trimtab.train.runtime.snapshots import Snapshot, rolled_back
 from trimtab.train.runtime.world import weighted
 
 FEW = 8
@@ -77,7 +77,7 @@ def compare(context: RunContext, step: Step, batch: Batch) -> Compared | None:
     if world.any(not trials or any(map(is_lazy, context.model.parameters()))):  # lazy ones are made by the first update
         return None
     try:
-        with rehearsal(context.model, loss=context.objective.module) as kept, _evaluating(context), torch.no_grad():
+        with rolled_back(context.model, loss=context.objective.module) as kept, _evaluating(context), torch.no_grad():
             found = [one for parts in trials if (one := _compared(context, step, kept, *parts)) is not None]
     finally:
         world.free_gathered()
@@ -103,7 +103,7 @@ def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, par
     world = step.world
 
     def loss(batches: Sequence[Batch]) -> float:
-        kept.put_back()  # state that is carried from batch to batch would look like random numbers
+        kept.restore()  # state that is carried from batch to batch would look like random numbers
         with step.precision():
             pairs = world.forward_alone(lambda: [context.objective(context.model, batch) for batch in batches])
         values, weights = [value for value, _ in pairs], [weight for _, weight in pairs]
@@ -120,7 +120,7 @@ def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, par
         of_parts = loss(parts)
     except (*_CANNOT_TELL, MemoryError) as error:
         if out_of_memory(error):
-            go_on(error, repeats=world.repeats)
+            raise_unless_retryable(error, repeats=world.repeats)
             torch.cuda.empty_cache()  # does nothing where there is no GPU
         return None
     middle, spread = statistics.fmean(wholes), max(wholes) - min(wholes)

@@ -19,7 +19,7 @@ from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, fre
 from trimtab.train.loss.manual_run import Closure, ManualRun
 from trimtab.train.optim.optimizer_dict import PAGE, named
 from trimtab.train.runtime.step_clock import Clock
-from trimtab.train.runtime.world import NOTHING, World
+from trimtab.train.runtime.world import NO_OP, World
 
 _UNUSED = (
     "The gradients of {} were used by no step of their update, and were dropped with its end. To collect the gradients of "
@@ -83,7 +83,7 @@ class ManualStep(Step):
                 losses.append(loss)
                 weights.append(weight if self.world.counts else 0.0)
             if idle is not None:
-                idle.put_back()
+                idle.restore()
             if self._unscaled and self._scales:
                 self._adapt_scale(self._done)
         if not self.world.used:  # a signal ended the loaders of all processes: this update does not count
@@ -244,7 +244,7 @@ class ManualStep(Step):
 
     def _precise(self) -> Any:
         """A block without autocast."""
-        return NOTHING if self.settings.precision.autocast is None else torch.autocast(self.settings.device, enabled=False)
+        return NO_OP if self.settings.precision.autocast is None else torch.autocast(self.settings.device, enabled=False)
 
     def _of(self, names: list[str]) -> list[nn.Parameter]:
         return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"] if p.requires_grad]

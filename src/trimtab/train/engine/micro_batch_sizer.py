@@ -158,7 +158,7 @@ class MicroBatchSizer:
                 self._refuse_split(step, size, group, error)
             step.discard()  # outside the except block, whose traceback keeps the step's tensors alive
             if before is not None:
-                before.put_back()
+                before.restore()
             size = -(-size // 2)
             group = parts(group, size)
         self._fitted = max(self._fitted, elements)

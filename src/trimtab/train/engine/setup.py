@@ -328,18 +328,18 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
     """Everything that the next update depends on; all processes must call it together."""
     world = context.world
     return {
-        "model": world.whole(context.model.state_dict()),
+        "model": world.unsharded(context.model.state_dict()),
         "versions": state_dict_versions.versions(context.model.state_dict()),
-        "optimizer": world.whole(context.optimizer.state_dict()),
+        "optimizer": world.unsharded(context.optimizer.state_dict()),
         "scheduler": schedule_state.state_of(ready.scheduler),
         "schedule_kind": schedule_state.kind_of(ready.scheduler),
         "schedule_begun": context.schedule_begun,
         "planned": ready.updates,
         "step": ready.step.state_dict(),
-        "ema": None if context.ema is None else world.whole(context.ema.shadow),
+        "ema": None if context.ema is None else world.unsharded(context.ema.shadow),
         "ema_updates": None if context.ema is None else context.ema.updates,
-        "best": world.whole(context.best_parameters),
-        "loss": world.whole(trainable_loss.state_of(context.objective.module)),
+        "best": world.unsharded(context.best_parameters),
+        "loss": world.unsharded(trainable_loss.state_of(context.objective.module)),
         "registered": registered.state_of(context),
         "position": dataclasses.asdict(context.position),
         "results": context.results,
@@ -402,7 +402,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
     context.note_once(trainable_loss.restore(context.objective.module, state.get("loss", {})))
     world.seed = state["seed"]
     if context.ema is not None:
-        context.ema.load(context.model, state["ema"], state["ema_updates"], world.part)
+        context.ema.load(context.model, state["ema"], state["ema_updates"], world.shard)
     best = state["best"]
     context.best_parameters = None if best is None else _of_model(best, now, state, world)
     vars(context.position).update(state["position"])
@@ -417,7 +417,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
 
 def _of_model(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], world: World) -> dict[str, Any]:
     """This process's part of the checkpoint's ``values``; ``now`` is the model's state dict."""
-    parts = {name: world.part(value, now[name]) for name, value in values.items()}
+    parts = {name: world.shard(value, now[name]) for name, value in values.items()}
     return state_dict_versions.versioned(parts, state["versions"])
 
 

@@ -26,12 +26,12 @@ from trimtab.train.optim import schedules
 from trimtab.train.optim.optimizer_dict import needs_closure
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.async_scalar import AsyncScalar
-from trimtab.train.runtime.memory_errors import final, out_of_memory, stopped
+from trimtab.train.runtime.memory_errors import gpu_assert_failed, no_retry, out_of_memory
 from trimtab.train.runtime.random_generators import set_states, states_of
-from trimtab.train.runtime.snapshots import Snapshot, generators_of_both, modules_of_both, moving
+from trimtab.train.runtime.snapshots import Snapshot, forward_snapshot, generators_of_both, modules_of_both
 from trimtab.train.runtime.step_clock import Clock
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
-from trimtab.train.runtime.world import NOTHING, World
+from trimtab.train.runtime.world import NO_OP, World
 
 _NO_ROOM = (
     "The gradients fit into memory, but what the optimizer needs beside them does not ({words}). Share them out with "
@@ -88,15 +88,15 @@ class ForwardState:
     """A copy of what a forward pass changes: buffers, frozen parameters that it updates, and random generators."""
 
     def __init__(self, model: nn.Module, loss: nn.Module | None) -> None:
-        self._moving = moving(model, loss)
+        self._snapshot = forward_snapshot(model, loss)
         self._generators = generators_of_both(model, loss)
         self._drawn = states_of(self._generators)
         self._random = random_state()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the copy; unused memory of the GPU is given back first."""
         torch.cuda.empty_cache()  # does nothing where there is no GPU
-        self._moving.put_back()
+        self._snapshot.restore()
         set_states(self._generators, self._drawn)
         set_random_state(self._random)
 
@@ -106,11 +106,11 @@ class _updating(user_code):
 
     def explain(self, error: BaseException) -> None:
         """Raise what ``error`` becomes."""
-        if not out_of_memory(error) and not stopped(error):
+        if not out_of_memory(error) and not gpu_assert_failed(error):
             super().explain(error)
 
 
-UPDATING, _FINAL, STEP = _updating("The optimizer raised"), final(_NO_ROOM), in_step("The model or its loss raised")
+UPDATING, _NO_RETRY, STEP = _updating("The optimizer raised"), no_retry(_NO_ROOM), in_step("The model or its loss raised")
 
 
 class Step:
@@ -171,7 +171,7 @@ class Step:
                 that the update cannot be repeated.
         """
         clock, world = self.clock, self.world
-        with STEP if run is not None else NOTHING:
+        with STEP if run is not None else NO_OP:
             # Micro-batch size and recomputed activations are chosen from the first batches: only batches show their sizes.
             # Forward and backward run per micro-batch. The gradients cross between processes in the last backward pass. No
             # parameter has changed yet, so a run that is out of memory repeats this with smaller micro-batches.
@@ -185,7 +185,7 @@ class Step:
             if not world.used:  # a signal ended the loaders of all processes: this update does not count
                 discard(parameters)
                 return Update(torch.stack(found.losses).sum(), torch.zeros(()), None, applied=False)
-            with _FINAL:  # from here on nothing can be repeated: other processes may have changed their parameters by now
+            with _NO_RETRY:  # from here on nothing can be repeated: other processes may have changed their parameters by now
                 update = self._settled(found, parameters)
                 self._made += 1
                 # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
@@ -193,7 +193,7 @@ class Step:
                     self.intact = False
                     self._step(update, compute)
                 elif found.statistics is not None:
-                    found.statistics.put_back()
+                    found.statistics.restore()
                 if self._scales:
                     self._adapt_scale(update)
             # Gradients are freed, so that the next forward pass has their memory.
@@ -328,7 +328,7 @@ class Step:
                 losses.append(loss)
                 weights.append(weight)
             if counted < count:
-                idle.put_back()
+                idle.restore()
         return MicroBatchLosses(losses, weights, before)
 
     def _passes(
@@ -359,14 +359,14 @@ class Step:
         Raises:
             WorkloadError: it fails under ``precision.autocast`` and not without.
         """
-        ask, dtype = functools.partial(self.objective, self.model, batch, weighed=weighed), self.settings.precision.autocast
+        compute, dtype = functools.partial(self.objective, self.model, batch, weighed=weighed), self.settings.precision.autocast
         if dtype is None:
-            return self.world.forward(ask)
+            return self.world.forward(compute)
         try:
             with self.precision():
-                return self.world.forward(ask)
+                return self.world.forward(compute)
         except RuntimeError as error:
-            if out_of_memory(error) or stopped(error) or not self._runs_in_float32(batch):
+            if out_of_memory(error) or gpu_assert_failed(error) or not self._runs_in_float32(batch):
                 raise
             raise WorkloadError(
                 f"The model or its loss fails under precision.autocast={dtype!r}: {summary_line(str(error))}. Without "
@@ -403,7 +403,7 @@ class Step:
         """A block in the precision of the forward pass."""
         dtype = self.settings.precision.autocast
         if dtype is None:
-            return NOTHING
+            return NO_OP
         return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
 
     def check(self) -> None:

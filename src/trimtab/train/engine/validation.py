@@ -147,12 +147,12 @@ class _Answers:
     def _asked(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
         context = self.context
         with torch.set_grad_enabled(gradients):
-            ask = functools.partial(context.objective.answered, context.model, batch)
+            compute = functools.partial(context.objective.answered, context.model, batch)
             if not context.metrics or context.objective.loss is None or not context.objective.calls_model:
-                loss, weight, outputs = self.world.forward_alone(ask)
+                loss, weight, outputs = self.world.forward_alone(compute)
             else:
                 with _heard(context.model) as heard:
-                    loss, weight, _ = self.world.forward_alone(ask)
+                    loss, weight, _ = self.world.forward_alone(compute)
                 outputs = _answers(heard, next(iter(context.metrics)))
         return loss.detach(), weight, map_tensors(outputs, torch.Tensor.detach) if gradients else outputs
 

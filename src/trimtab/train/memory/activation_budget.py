@@ -21,8 +21,8 @@ from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.memory.activation_trace import trace
 from trimtab.train.memory.checkpoint_plans import Plan, front
 from trimtab.train.memory.peak_activations import peak_activations
-from trimtab.train.runtime.memory_errors import go_on
-from trimtab.train.runtime.snapshots import rehearsal
+from trimtab.train.runtime.memory_errors import raise_unless_retryable
+from trimtab.train.runtime.snapshots import rolled_back
 from trimtab.train.runtime.world import World
 
 _DIFFERENT = (
@@ -80,16 +80,16 @@ def choose(
     """
     world = world or World()
     failed: BaseException | None = None
-    with rehearsal(model, loss=beside) as kept:
+    with rolled_back(model, loss=beside) as kept:
         try:
             traced = trace(model, forward, device)
         except (RuntimeError, MemoryError) as error:
-            go_on(error, repeats=world.repeats)
+            raise_unless_retryable(error, repeats=world.repeats)
             failed = error
         if world.any(failed is not None):  # a call that all processes make
             raise UsageError(_impossible(budget)) from failed
         changing = tuple(kept.changed())
-        kept.put_back()  # a forward pass may have replaced these tensors
+        kept.restore()  # a forward pass may have replaced these tensors
         plans = front(model, traced)
         if world.processes > 1:
             plans = _plans_of_rank_0(model, plans, world)
@@ -152,7 +152,7 @@ class _Search:
                 with self._recomputing(self.plans[index].modules):
                     self.peaks[index] = peak_activations(self._step, self.model.parameters(), self.device)
             except (RuntimeError, MemoryError) as error:
-                go_on(error, repeats=self.world.repeats)
+                raise_unless_retryable(error, repeats=self.world.repeats)
                 self.peaks[index] = math.inf
         return not self.world.any(self.peaks[index] > self.budget)
 
@@ -164,7 +164,7 @@ class _Search:
         """A block in which ``modules`` are recomputed, and after which the model is as before."""
         recomputed = Recomputed(modules, self.changing)
         try:
-            with rehearsal(self.model, loss=self.beside):
+            with rolled_back(self.model, loss=self.beside):
                 yield
         finally:
             recomputed.undo()
@@ -176,7 +176,7 @@ class _Search:
         try:
             plain, again, found = self._gradients(()), self._gradients(()), self._gradients(plan.modules)
         except (RuntimeError, MemoryError) as error:
-            go_on(error, repeats=self.world.repeats)
+            raise_unless_retryable(error, repeats=self.world.repeats)
             return None
         if not math.isfinite(gradient_distance(plain, again)):  # what the settings say of such updates is not decided here
             return None

@@ -158,7 +158,7 @@ def _part(values: Mapping[str, Any], parameter: torch.Tensor, world: World, was:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(parameter.dtype) if tensor.is_floating_point() else tensor
 
-    parts = {name: world.part(value, parameter) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    parts = {name: world.shard(each, parameter) if isinstance(each, torch.Tensor) else each for name, each in values.items()}
     if was == parameter.dtype:
         return parts
     return {name: value if name in ON_HOST else map_tensors(value, cast) for name, value in parts.items()}

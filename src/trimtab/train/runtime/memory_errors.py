@@ -35,12 +35,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def stopped(error: BaseException) -> bool:
-    """Whether a CUDA kernel failed an assertion, after which this process cannot use the GPU any more."""
+def gpu_assert_failed(error: BaseException) -> bool:
+    """Whether a device-side assertion failed, after which this process cannot use the GPU any more."""
     return "device-side assert" in str(error)
 
 
-class telling_stops(explaining):
+class explaining_gpu_asserts(explaining):
     """A block of work on a GPU, in which a failed device-side assertion gets a message that names likely causes.
 
     Raises:
@@ -49,12 +49,12 @@ class telling_stops(explaining):
 
     def explain(self, error: BaseException) -> None:
         """Raise what ``error`` becomes; return if that is itself."""
-        if stopped(error):
+        if gpu_assert_failed(error):
             raise WorkloadError(_ASSERTED) from error
 
 
-class final(explaining):
-    """A block that cannot be tried again, because it has changed state that a second try begins with.
+class no_retry(explaining):
+    """A block that cannot be repeated, because it has changed the state that a second attempt would begin with.
 
     Raises:
         WorkloadError: memory ran out; the message is ``sentence``, in which ``{words}`` is that of the allocator.
@@ -69,7 +69,7 @@ class final(explaining):
             raise WorkloadError(self.sentence.format(words=first_line(error))) from error
 
 
-def no_second_try(error: BaseException) -> WorkloadError:
+def collective_memory_error(error: BaseException) -> WorkloadError:
     """The error of a process that ran out of memory while the others wait for it in a collective operation."""
     return WorkloadError(
         f"This process ran out of memory ({first_line(error)}), and several processes cannot make this update again in smaller "
@@ -78,18 +78,18 @@ def no_second_try(error: BaseException) -> WorkloadError:
     )
 
 
-def go_on(error: BaseException, *, repeats: bool) -> None:
-    """Return if ``error`` says that memory ran out, so that the caller can try another way.
+def raise_unless_retryable(error: BaseException, *, repeats: bool) -> None:
+    """Return if ``error`` is an allocation failure after which the caller can try another way; else raise.
 
     Args:
         error: what was raised.
-        repeats: whether something can be tried again without leaving other processes waiting.
+        repeats: whether the work can be repeated while no other process waits for this one.
 
     Raises:
-        BaseException: ``error`` itself, if it says something else.
-        WorkloadError: memory ran out, and nothing can be tried again.
+        BaseException: ``error`` itself, if it is no allocation failure.
+        WorkloadError: memory ran out, and the work cannot be repeated.
     """
     if not out_of_memory(error):
         raise error
     if not repeats:
-        raise no_second_try(error) from error
+        raise collective_memory_error(error) from error

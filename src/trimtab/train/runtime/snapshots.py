@@ -39,12 +39,12 @@ class Snapshot:
         self._copies = [tensor.detach().clone() for tensor in self._tensors]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the values of the tensors, and put buffers and attributes that were replaced back in their places.
 
         A tensor that has its value already is not written to.
         """
-        self._attributes.put_back()
+        self._attributes.restore()
         for held, name, buffer in self._places:
             if name not in held or held[name] is not buffer:
                 held[name] = buffer
@@ -74,7 +74,7 @@ class _Attributes:
             for value in own.values():
                 self._keep(value)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for held, own in self._held:
             for name in held.keys() - own.keys() - _OF_TORCH:
                 if _has_tensors(held[name]):
@@ -130,12 +130,12 @@ def _moving_averages(model: nn.Module, loss: nn.Module | None) -> list[nn.Parame
     return frozen if 2 * sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in own) else []
 
 
-def moving(model: nn.Module, loss: nn.Module | None) -> Snapshot:
+def forward_snapshot(model: nn.Module, loss: nn.Module | None) -> Snapshot:
     """A snapshot of everything that a forward pass may change."""
     return Snapshot(_moving_averages(model, loss), modules_of_both(model, loss))
 
 
-def moved(kept: Snapshot, model: nn.Module) -> str:
+def why_parts_differ(kept: Snapshot, model: nn.Module) -> str:
     """What makes an update from parts differ from that of the whole batch, after a forward pass; empty if nothing does.
 
     Args:
@@ -154,7 +154,7 @@ def generators_of_both(model: nn.Module, loss: nn.Module | None) -> dict[str, An
 
 
 @contextlib.contextmanager
-def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.Module | None = None) -> Iterator[Snapshot]:
+def rolled_back(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.Module | None = None) -> Iterator[Snapshot]:
     """A block after which everything that a forward pass of ``model`` may change is restored, and gradients are ``None``.
 
     Random generators are restored too, and with an ``optimizer`` its state, its options and all parameters. The block gets the
@@ -173,16 +173,16 @@ def rehearsal(model: nn.Module, optimizer: Optimizer | None = None, *, loss: nn.
     finally:
         for parameter in (*model.parameters(), *(() if loss is None else loss.parameters())):
             parameter.grad = None
-        kept.put_back()
+        kept.restore()
         for each, state, options in before:
             each.state.clear()
             each.state.update(state)
-            _put_back_options(each, options)
+            _restore_options(each, options)
         set_random_state(random)
         set_states(generators, drawn)
 
 
-def stand_still(optimizer: Optimizer) -> None:
+def zero_learning_rates(optimizer: Optimizer) -> None:
     """Set the learning rates of ``optimizer`` to 0, so that its updates change no parameter.
 
     An optimizer without ``lr`` is left alone.
@@ -203,7 +203,7 @@ def _options(optimizer: Optimizer) -> list[dict[str, tuple[Any, Any]]]:
 
 
 @torch.no_grad()
-def _put_back_options(optimizer: Optimizer, options: list[dict[str, tuple[Any, Any]]]) -> None:
+def _restore_options(optimizer: Optimizer, options: list[dict[str, tuple[Any, Any]]]) -> None:
     for group, kept in zip(optimizer.param_groups, options, strict=True):
         for name in group.keys() - kept.keys() - {"params"}:
             del group[name]

@@ -30,7 +30,7 @@ class Modes:
         self._given: list[str] | None = None
         """The frozen modules that the first run found."""
 
-    def look(self) -> str | None:
+    def find_frozen(self) -> str | None:
         """Find the frozen modules as a run begins. Returns a sentence on those to which the mode matters."""
         self._find()
         if self._given is None:
@@ -39,7 +39,7 @@ class Modes:
             return None
         return f"In evaluation mode, and so it stays: {shown}. model.train() before fit() has all modules train."
 
-    def follow(self) -> None:
+    def update_frozen(self) -> None:
         """Find the modules that callbacks have frozen or thawed since."""
         if self.model.training:  # else the model was evaluated, which says nothing of its modules
             self._find()
@@ -47,7 +47,7 @@ class Modes:
     def begin_epoch(self) -> None:
         """Put the model in training mode; modules that callbacks have frozen or thawed since the last epoch stay so."""
         if self._frozen or not all(module.training for module in self.model.modules()):
-            self.follow()
+            self.update_frozen()
             self.train()
 
     def state_of(self) -> dict[str, list[str] | None]:

@@ -12,12 +12,12 @@ from torch import nn
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
 from trimtab.train.loss.adapter import Weight
-from trimtab.train.runtime.memory_errors import stopped
+from trimtab.train.runtime.memory_errors import gpu_assert_failed
 from trimtab.train.runtime.step_clock import Clock
 
 T = TypeVar("T")
 
-NOTHING = contextlib.nullcontext()
+NO_OP = contextlib.nullcontext()
 """A block without effect, made once because an update has several."""
 
 
@@ -94,11 +94,11 @@ class World:
 
         ``update`` says that it has the forward and backward passes of an update.
         """
-        return NOTHING
+        return NO_OP
 
     def driven(self) -> contextlib.AbstractContextManager[object]:
         """A block of an update that exchanges gradients by :meth:`average_gradients`; it fails in all processes or in none."""
-        return NOTHING
+        return NO_OP
 
     def average_gradients(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
         """Average the gradients of ``parameters`` over all processes, in place; returns the sum of ``weight`` over them.
@@ -112,22 +112,22 @@ class World:
 
     def known_to_all(self, error: BaseException) -> bool:
         """Whether all processes know of ``error``, so that collective operations are still possible."""
-        return not stopped(error)
+        return not gpu_assert_failed(error)
 
     def drop_update(self) -> None:
         """Drop what the exchange of gradients keeps of an update that failed, or of trial updates."""
 
     def exchanging(self, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward passes exchange gradients only if ``now``."""
-        return NOTHING
+        return NO_OP
 
-    def forward(self, ask: Callable[[], T]) -> T:
-        """Run the forward pass ``ask``, whose backward pass may exchange gradients."""
-        return ask()
+    def forward(self, compute: Callable[[], T]) -> T:
+        """Run the forward pass ``compute``, whose backward pass may exchange gradients."""
+        return compute()
 
-    def forward_alone(self, ask: Callable[[], T]) -> T:
-        """Run the forward pass ``ask`` of the plain model, whose backward pass exchanges no gradients of replicas."""
-        return ask()
+    def forward_alone(self, compute: Callable[[], T]) -> T:
+        """Run the forward pass ``compute`` of the plain model, whose backward pass exchanges no gradients of replicas."""
+        return compute()
 
     def mean(
         self, losses: Sequence[torch.Tensor], weights: Sequence[Weight], *, summed: bool
@@ -193,7 +193,7 @@ class World:
         """``value`` of every process, in the order of ranks."""
         return [value]
 
-    def on_first(self, action: Callable[[], T]) -> T | None:
+    def on_rank_0(self, action: Callable[[], T]) -> T | None:
         """Run ``action`` in the first process, while the others wait; they get ``None``."""
         return action()
 
@@ -203,12 +203,12 @@ class World:
     def free_gathered(self) -> None:
         """Free what a sharded forward pass has gathered, if no backward pass follows."""
 
-    def whole(self, state: Any) -> Any:
+    def unsharded(self, state: Any) -> Any:
         """``state`` with shards gathered into whole tensors, in the first process only."""
         return state
 
-    def part(self, value: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """This process's shard of the whole tensor ``value``, divided as the shard ``of`` is."""
+    def shard(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This process's shard of the whole tensor ``value``, divided as ``like`` is."""
         return value
 
     def notes(self) -> list[str]:
@@ -223,7 +223,7 @@ class World:
 def weighted(losses: Sequence[torch.Tensor], weights: Sequence[Weight]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the weights, and that of the weighted losses, in float64; a loss of weight 0 may be NaN."""
     values = wide(torch.stack(list(losses)))
-    counts = torch.stack([_beside(values, weight) for weight in weights])
+    counts = torch.stack([_scalar_like(values, weight) for weight in weights])
     return counts.sum(), torch.where(counts > 0, values * counts, 0.0).sum()
 
 
@@ -232,7 +232,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()).double()
 
 
-def _beside(values: torch.Tensor, weight: Weight) -> torch.Tensor:
+def _scalar_like(values: torch.Tensor, weight: Weight) -> torch.Tensor:
     """``weight`` as a scalar tensor like ``values``. A Python number is filled in on the device, without a copy to wait for."""
     if isinstance(weight, torch.Tensor):
         return weight.to(values.device, values.dtype, non_blocking=values.is_cuda)
