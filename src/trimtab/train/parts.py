@@ -143,8 +143,8 @@ class Parts(Step):
             weight: what the loss is a mean over, by default the number of examples of the batch.
         """
         if self._place == 0 and not self._losses:
-            if self._typical is None and self.world.size > 1:
-                self._typical = self.world.average(examples(self._batch))
+            if self._typical_weight is None and self.world.size > 1:
+                self._typical_weight = self.world.average(examples(self._batch))
             self._within.enter_context(self.world.together(update=True))
         counts: Weight = examples(self._batch) if weight is None else weight
         if not self.world.counts:  # it only keeps step with processes that have more batches
@@ -173,10 +173,10 @@ class Parts(Step):
         self._within.close()
         found = MicroBatchLosses(self._losses, self._weights, None)
         self._losses, self._weights = [], []
-        update = self._settled(found, self._parameters)
+        update = self._mean_gradients(found, self._parameters)
         if update.applied:
             self.scaler.step(self.optimizer)
-        if self._scales:
+        if self._scales_loss:
             self._adapt_scale(update)
         discard(self._parameters)
         self.update += 1

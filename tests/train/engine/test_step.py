@@ -482,11 +482,11 @@ class Called(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_what_is_read_an_update_later_was_made_in_its_own_update() -> None:
     made = step_of(nn.Linear(4, 3))
     loss = torch.tensor(1.0)
-    made._watch(Update(loss, torch.tensor(math.inf), None, True))
+    made._check_later(Update(loss, torch.tensor(math.inf), None, True))
     with Called() as called, pytest.raises(NonFiniteError, match="the sum of its gradient inf"):
         made.check()
     assert called.names[0] == "_local_scalar_dense.default"  # nothing was computed for it, which would stand behind other work
-    made._watch(Update(loss, loss, None, True))
+    made._check_later(Update(loss, loss, None, True))
     made.check()
     with Called() as called:
         made.check()

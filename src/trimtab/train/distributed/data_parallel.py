@@ -65,7 +65,7 @@ class DataParallelGroup(Group):
         self._sent_last: set[int] = set()
         self._adaptive: str | None = None
         """The name of the optimizer, unless it is linear in the gradient."""
-        self._drives = False
+        self._is_manual = False
         """Whether updates exchange gradients by :meth:`average_gradients`."""
         self._updating = self._sending = self._partly_sent = False
         """An update is under way; gradients are sent as they come; sending a bucket has begun and not returned."""
@@ -111,7 +111,7 @@ class DataParallelGroup(Group):
                 self._drop_unused()
 
     @contextlib.contextmanager
-    def driven(self) -> Iterator[None]:
+    def manual_update(self) -> Iterator[None]:
         """A block of an update that exchanges gradients by :meth:`average_gradients`; it succeeds in all processes or in
         none.
 
@@ -119,7 +119,7 @@ class DataParallelGroup(Group):
             WorkloadError: another process makes a step that this one does not make.
             PeerError: another process failed.
         """
-        self._drives = True
+        self._is_manual = True
         self._reported = self._unreported = None
         try:
             yield
@@ -140,7 +140,7 @@ class DataParallelGroup(Group):
             WorkloadError: another process is not at the same step, or a gradient is sparse.
             PeerError: another process failed.
         """
-        code = place + 2  # driven() sends 0 or 1 here
+        code = place + 2  # manual_update() sends 0 or 1 here
         highest, lowest = self._maximum(code, -code)
         if highest != -lowest:
             raise WorkloadError(_OTHER_STEP)
@@ -170,12 +170,12 @@ class DataParallelGroup(Group):
             self._sending = False
 
     def finish_exchange(self) -> None:
-        """Send zeros for the buckets that other processes wait for; there are none where updates are :meth:`driven`.
+        """Send zeros for the buckets that other processes wait for; in a :meth:`manual_update` there are none.
 
         Raises:
             RuntimeError: there is no memory for them, or a bucket was sent in part.
         """
-        if self._drives:
+        if self._is_manual:
             return
         if self._partly_sent:
             raise RuntimeError("A bucket was sent in part.")

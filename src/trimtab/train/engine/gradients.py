@@ -1,4 +1,4 @@
-"""Gradients of parameters: as tensors that can be changed in place, left out, clipped by value, or freed."""
+"""Gradients of parameters: collect them as tensors, replace them with zeros, clip them by value, free them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from trimtab.train.loss.adapter import Weight
 
 
-def known_to_be_nothing(weight: Weight) -> bool:
-    """Whether a loss is a mean over nothing, as far as is known without waiting for a GPU."""
+def has_zero_weight(weight: Weight) -> bool:
+    """Whether a loss is a mean over nothing; ``False`` if reading ``weight`` would wait for a GPU."""
     return (not isinstance(weight, torch.Tensor) or weight.device.type == "cpu") and not weight
 
 
 @contextlib.contextmanager
-def left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """A block whose backward pass adds nothing to gradients; it runs because other processes may wait for its exchange.
+def zeroed_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """A block whose backward pass adds zeros to gradients; it runs because other processes may wait for its exchange.
 
     The gradients of a mean over nothing are NaN, even if the mean is multiplied by 0.
     """
@@ -31,7 +31,7 @@ def left_out(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, in memory that can be changed in place: of a sparse gradient, as of an embedding, its values."""
+    """The gradients, in memory that can be changed in place; for a sparse gradient, as of an embedding, its values."""
     found = []
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
@@ -48,7 +48,7 @@ def discard(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def clip_values(grads: Sequence[torch.Tensor], bound: float | None) -> None:
-    """Bring every element of the gradients between ``-bound`` and ``bound``, in place; of shards each its own part."""
+    """Clamp every element of the gradients to ``-bound`` ... ``bound``, in place; with FSDP, of the local shards."""
     if bound is None or not grads:
         return
     parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]

@@ -28,7 +28,7 @@ _UNUSED = (
 
 
 class ManualStep(Step):
-    """A :class:`Step` for a function that drives: accumulation, precision, clipping and checks stay those of the run.
+    """A :class:`Step` whose backward passes and steps the user's function makes, with the run's precision, clipping and checks.
 
     The gradient of each optimizer is that of the mean over all examples of the update's batches. It is clipped and checked as
     the optimizer makes its step. An update in which a step was left out, because its gradient was not finite, is skipped.
@@ -54,7 +54,7 @@ class ManualStep(Step):
         """Weight of this batch, by the name of the optimizers that have its gradients."""
         self._count = 1
         self._examples = 1
-        self._done = Update(torch.zeros(()), torch.zeros(()), None, applied=True)
+        self._result = Update(torch.zeros(()), torch.zeros(()), None, applied=True)
         self._stepped: set[str] = set()
         self._unscaled = False
         """Whether float16's scaler has seen gradients of this update."""
@@ -69,34 +69,34 @@ class ManualStep(Step):
         self._totals.clear()
         self._stepped.clear()
         self._unscaled = False
-        self._made += 1
+        self._update_count += 1
         discard(self._parameters)
-        self._done = Update(torch.zeros(()), torch.zeros((), device=run.context.device), None, applied=True)
+        self._result = Update(torch.zeros(()), torch.zeros((), device=run.context.device), None, applied=True)
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
-        with self.world.driven(), STEP:
-            if self._typical is None and self.world.size > 1:
-                self._typical = self.world.average(max(map(examples, batches)))
-            idle = None if self.world.counts else self._kept_buffers()
+        with self.world.manual_update(), STEP:
+            if self._typical_weight is None and self.world.size > 1:
+                self._typical_weight = self.world.average(max(map(examples, batches)))
+            kept = None if self.world.counts else self._kept_buffers()
             for index, batch in enumerate(batches):
-                loss, weight = self._driven(batch, last=index == len(batches) - 1)
+                loss, weight = self._run_function(batch, last=index == len(batches) - 1)
                 losses.append(loss)
                 weights.append(weight if self.world.counts else 0.0)
-            if idle is not None:
-                idle.restore()
-            if self._unscaled and self._scales:
-                self._adapt_scale(self._done)
+            if kept is not None:
+                kept.restore()
+            if self._unscaled and self._scales_loss:
+                self._adapt_scale(self._result)
         if not self.world.used:  # a signal ended the loaders of all processes: this update does not count
             discard(self._parameters)
-            return self._done._replace(loss=losses[-1], applied=False)
+            return self._result._replace(loss=losses[-1], applied=False)
         unused = ", ".join(name for name in self.optimizers if name in {*self._totals, *self._batch_weight} - self._stepped)
         discard(self._parameters)
         self.clock.enter("other")
         loss, _ = self.world.mean(losses, weights, summed=False)
-        update = self._done._replace(loss=loss)
+        update = self._result._replace(loss=loss)
         if self.settings.optimizer.nonfinite == "raise" and loss.device.type != "cpu":
-            self._watch(update)
-        return self.counted(update, batches, run, [_UNUSED.format(unused) if unused else None])
+            self._check_later(update)
+        return self.finish(update, batches, run, [_UNUSED.format(unused) if unused else None])
 
     def backward(self, loss: torch.Tensor, names: list[str], weight: float | None, *, retain_graph: bool) -> None:
         """Add the gradients of ``loss`` to those of the optimizers ``names``."""
@@ -114,18 +114,18 @@ class ManualStep(Step):
         if not self.world.counts:  # it only keeps step with processes that have more batches
             loss = loss.nan_to_num() * 0
         elif self._weighted_losses:
-            if self._typical is None:
-                self._typical = float(counts) or 1.0
-            loss = loss * (counts / self._typical)
-        inputs = None if len(names) == len(self.optimizers) else self._of(names)
-        with self._precise():
+            if self._typical_weight is None:
+                self._typical_weight = float(counts) or 1.0
+            loss = loss * (counts / self._typical_weight)
+        inputs = None if len(names) == len(self.optimizers) else self._parameters_of(names)
+        with self._no_autocast():
             torch.autograd.backward(self.scaler.scale(loss), retain_graph=retain_graph, inputs=inputs)
         torch.clear_autocast_cache()  # holds casts of parameters, with a graph that is freed now
         self.clock.enter("forward")
 
     def step(self, names: list[str], closure: Closure | None) -> bool:
         """Make the steps of the optimizers ``names``, unless a further batch of the update follows."""
-        if closure is not None and (self._weighted_losses or self._scales):
+        if closure is not None and (self._weighted_losses or self._scales_loss):
             several = f"{self.world.size} processes" if self.world.size > 1 else f"an update of {self._count} batches"
             what = several if self._weighted_losses else "float16's loss scale"
             raise WorkloadError(
@@ -133,7 +133,7 @@ class ManualStep(Step):
             )
         if not self.last:
             return False
-        made = [self._one(name, closure) for name in names]
+        made = [self._step_one(name, closure) for name in names]
         return all(made)
 
     def stop(self, reason: str) -> None:
@@ -141,35 +141,35 @@ class ManualStep(Step):
         assert self._run is not None
         self._run.context.stop(reason)
 
-    def _driven(self, batch: Batch, *, last: bool) -> tuple[torch.Tensor, Weight]:
+    def _run_function(self, batch: Batch, *, last: bool) -> tuple[torch.Tensor, Weight]:
         """Call the function with ``batch``; returns the loss to report and its weight."""
         self.last, self._examples = last, examples(batch)
         self._batch_weight.clear()
         self.clock.enter("forward")
         with self.precision():
-            loss, weight = self.objective.driven(self._manual, fresh(batch))
+            loss, weight = self.objective.manual_loss(self._manual, fresh(batch))
         if not self.last:
             for name, counts in self._batch_weight.items():
                 self._totals[name] = self._totals.get(name, 0.0) + counts
         return loss.detach(), self._examples if weight is None else weight
 
-    def _one(self, name: str, closure: Closure | None) -> bool:
+    def _step_one(self, name: str, closure: Closure | None) -> bool:
         """The step of the optimizer ``name``."""
-        optimizer, parameters = self.optimizers[name], self._of([name])
+        optimizer, parameters = self.optimizers[name], self._parameters_of([name])
         self.clock.enter("optimizer")
-        if name in self._stepped and self._scales:
+        if name in self._stepped and self._scales_loss:
             raise WorkloadError(
                 f"run.step was called twice for {name!r} in one update, between which float16's loss scale cannot change. Use "
                 "precision.autocast='bfloat16', or one step per update."
             )
         self._stepped.add(name)
         self.intact = False
-        with self._precise():
+        with self._no_autocast():
             if closure is not None:
                 self._with_closure(optimizer, parameters, closure)
                 applied = True
             else:
-                applied = self._averaged(name, parameters)
+                applied = self._finish_gradients(name, parameters)
                 if applied:
                     if self.hooks is not None:
                         self.hooks.call("before_step")
@@ -182,8 +182,8 @@ class ManualStep(Step):
         self.clock.enter("forward")
         return applied
 
-    def _averaged(self, name: str, parameters: list[nn.Parameter]) -> bool:
-        """Turn the gradients into those of the mean, clip and check them; returns whether the step is to be made."""
+    def _finish_gradients(self, name: str, parameters: list[nn.Parameter]) -> bool:
+        """Turn the gradients into those of the mean, clip and check them; returns whether the optimizer makes its step."""
         optimizer, total = self.optimizers[name], self._totals.pop(name, 0.0) + self._batch_weight.pop(name, 0.0)
         if self.world.size > 1:
             self.clock.enter("communication")
@@ -191,27 +191,27 @@ class ManualStep(Step):
                 parameters, total if self.world.counts else 0.0, list(self.optimizers).index(name)
             )
             self.clock.enter("optimizer")
-            if not total:  # of no process do the gradients count
+            if not total:  # the gradients of no process count
                 return False
         self.scaler.unscale_(optimizer)
         self._unscaled = True
         self._unweight(gradients_of(parameters), total if self._weighted_losses else None)
         if self.hooks is not None:
             self.hooks.call("after_backward")
-        check, norm = self.bounded(parameters)
+        check, norm = self.clip_and_check(parameters)
         if check is None:
-            check = torch.zeros((), device=self._done.check.device)
-        applied, overflowed = self._judged(check, optimizer)
-        done, both = self._done, self._done.check + check
-        self._done = Update(both, both, norm if norm is not None else done.norm, done.applied and applied, overflowed)
+            check = torch.zeros((), device=self._result.check.device)
+        applied, overflowed = self._may_step(check, optimizer)
+        done, both = self._result, self._result.check + check
+        self._result = Update(both, both, norm if norm is not None else done.norm, done.applied and applied, overflowed)
         return applied
 
-    def _judged(self, check: torch.Tensor, optimizer: Optimizer) -> tuple[bool, bool]:
-        """Whether the step of ``optimizer`` is to be made; and if not, whether float16's loss scale was too large."""
+    def _may_step(self, check: torch.Tensor, optimizer: Optimizer) -> tuple[bool, bool]:
+        """Whether ``optimizer`` makes its step; if not, whether float16's loss scale was too large."""
         nonfinite = self.settings.optimizer.nonfinite
-        if self._scales:
-            left_out = any(map(float, self.scaler._found_inf_per_device(optimizer).values()))
-            return not left_out, left_out and self.scaler.get_scale() > LEAST_SCALE
+        if self._scales_loss:
+            found_inf = any(map(float, self.scaler._found_inf_per_device(optimizer).values()))
+            return not found_inf, found_inf and self.scaler.get_scale() > LEAST_SCALE
         if nonfinite in ("skip", "stop"):
             return math.isfinite(float(check)), False
         if nonfinite == "raise" and check.device.type == "cpu" and not math.isfinite(float(check)):
@@ -229,9 +229,9 @@ class ManualStep(Step):
             discard(parameters)
             with torch.enable_grad(), self.precision():
                 loss = closure()
-            check, _ = self.bounded(parameters)
+            check, _ = self.clip_and_check(parameters)
             if check is not None:
-                self._judged(check, optimizer)
+                self._may_step(check, optimizer)
             return loss.detach()
 
         with UPDATING:
@@ -242,9 +242,9 @@ class ManualStep(Step):
         """Whether the losses of an update count by their weights, because there are several."""
         return self._count > 1 or self.world.size > 1
 
-    def _precise(self) -> Any:
+    def _no_autocast(self) -> Any:
         """A block without autocast."""
         return NO_OP if self.settings.precision.autocast is None else torch.autocast(self.settings.device, enabled=False)
 
-    def _of(self, names: list[str]) -> list[nn.Parameter]:
+    def _parameters_of(self, names: list[str]) -> list[nn.Parameter]:
         return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"] if p.requires_grad]

@@ -18,7 +18,7 @@ from trimtab.core.settings import Settings
 from trimtab.errors import NonFiniteError, WorkloadError
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler
-from trimtab.train.engine.gradients import clip_values, discard, gradients_of, known_to_be_nothing, left_out
+from trimtab.train.engine.gradients import clip_values, discard, gradients_of, has_zero_weight, zeroed_gradients
 from trimtab.train.engine.hooks import Hooks
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, in_step
 from trimtab.train.memory.activation_checkpointing import buffers_of
@@ -62,7 +62,7 @@ class Update(NamedTuple):
 
 
 class MicroBatchLosses(NamedTuple):
-    """What the backward passes of an update leave besides the gradients, which are in ``parameter.grad``."""
+    """Results of the backward passes of an update, besides the gradients in ``parameter.grad``."""
 
     losses: list[torch.Tensor]
     """One scalar per micro-batch."""
@@ -74,14 +74,14 @@ class MicroBatchLosses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What an update of a run has besides that of a trial on copies: micro-batch sizes, schedule, EMA, position and events."""
+    """What an update of a run needs beyond one that is only timed: micro-batch sizes, schedule, EMA, position and events."""
 
     context: RunContext
     feed: MicroBatcher
     count: Callable[[Update, Sequence[Batch]], None]
     """Counts an update made from these batches, and emits :class:`~trimtab.train.telemetry.events.Progressed` when due."""
     saving: contextlib.AbstractContextManager[None]
-    """A block that writes a checkpoint if it fails: the update before it counts."""
+    """A block that writes a checkpoint if it fails, so that the update before it is kept."""
 
 
 class ForwardState:
@@ -114,7 +114,7 @@ UPDATING, _NO_RETRY, STEP = _updating("The optimizer raised"), no_retry(_NO_ROOM
 
 
 class Step:
-    """Makes updates: call it with the batches of one.
+    """Makes updates: call it with the batches of one update.
 
     The gradient is that of the mean over all examples of the batches, however unequal the batches are: each loss counts by its
     weight. Gradients are exchanged between processes, clipped, checked and applied once per update.
@@ -124,7 +124,7 @@ class Step:
     forward pass of a skipped update has changed; other buffers stay as that pass left them.
 
     Args:
-        model: what the objective calls, perhaps wrapped or compiled.
+        model: the model that the objective calls, perhaps wrapped or compiled.
         objective: gives the loss of a micro-batch and its weight.
         optimizer: updates the parameters.
         norm_every: the gradient's norm is computed in one of so many updates; in all of them with ``clip_norm``, and on a GPU
@@ -145,36 +145,35 @@ class Step:
         self.settings, self.world, self.clock = settings, world, clock
         self.scaler = Scaler(settings.device, enabled=settings.precision.autocast == "float16")
         self.scaler.world = world
-        self._scales = self.scaler.is_enabled()
+        self._scales_loss = self.scaler.is_enabled()
         self.hooks: Hooks | None = None
-        self._closes = needs_closure(optimizer)
-        self._known = len(self._parameters)
+        self._needs_closure = needs_closure(optimizer)
+        self._parameter_count = len(self._parameters)
         world.attach_optimizer(optimizer)
         self._statistics = buffers_of(model, set()) if settings.optimizer.nonfinite in ("skip", "stop") else []
-        self._typical: float | None = None
+        self._typical_weight: float | None = None
         self.intact = True
         """Whether parameters and optimizer are as the last whole update left them."""
-        self._unread: Update | None = None
-        self._verdict = AsyncScalar()
-        self._norm_every, self._made = norm_every, 0
+        self._unchecked: Update | None = None
+        self._pending_check = AsyncScalar()
+        self._norm_every, self._update_count = norm_every, 0
 
     def __call__(self, batches: Sequence[Batch], run: Run | None = None) -> Update:
         """Update the parameters from ``batches``, which are on the model's device; everything that happens is here, in order.
 
         Args:
             batches: of one update.
-            run: whose position, schedule, EMA and events follow the update. Trials on copies have none.
+            run: its position, schedule, EMA and events follow the update; ``None`` for an update that is only timed.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite, and the settings make that an error.
-            WorkloadError: the model, the loss or the optimizer raised; or memory ran out after the gradients were computed, so
-                that the update cannot be repeated.
+            WorkloadError: the model, the loss or the optimizer raised; or memory ran out after the backward passes.
         """
         clock, world = self.clock, self.world
         with STEP if run is not None else NO_OP:
-            # Micro-batch size and recomputed activations are chosen from the first batches: only batches show their sizes.
-            # Forward and backward run per micro-batch. The gradients cross between processes in the last backward pass. No
-            # parameter has changed yet, so a run that is out of memory repeats this with smaller micro-batches.
+            # Micro-batch size and recomputed activations are chosen from the first batches, which show their sizes. Processes
+            # exchange gradients in the last backward pass. No parameter has changed until then: a run that is out of memory
+            # repeats this with smaller micro-batches.
             if run is None:
                 compute = functools.partial(self.gradients, batches)
             else:
@@ -185,24 +184,24 @@ class Step:
             if not world.used:  # a signal ended the loaders of all processes: this update does not count
                 discard(parameters)
                 return Update(torch.stack(found.losses).sum(), torch.zeros(()), None, applied=False)
-            with _NO_RETRY:  # from here on nothing can be repeated: other processes may have changed their parameters by now
-                update = self._settled(found, parameters)
-                self._made += 1
-                # The optimizer's step; float16's scale follows it, because the scaler judges the step that was made.
+            with _NO_RETRY:  # from here on nothing can be repeated: other processes may have changed their parameters
+                update = self._mean_gradients(found, parameters)
+                self._update_count += 1
+                # The optimizer's step; then float16's scale, because the scaler evaluates the step that was made.
                 if update.applied:
                     self.intact = False
                     self._step(update, compute)
                 elif found.statistics is not None:
                     found.statistics.restore()
-                if self._scales:
+                if self._scales_loss:
                     self._adapt_scale(update)
             # Gradients are freed, so that the next forward pass has their memory.
             discard(parameters)
             clock.enter("other")
-        return update if run is None else self.counted(update, batches, run, [run.context.fit.memory_plan.sizer.remark(self)])
+        return update if run is None else self.finish(update, batches, run, [run.context.fit.memory_plan.sizer.remark(self)])
 
-    def counted(self, update: Update, batches: Sequence[Batch], run: Run, remarks: list[str | None]) -> Update:
-        """What follows an ``update`` of a run from ``batches``: schedule, average, position, notes and events."""
+    def finish(self, update: Update, batches: Sequence[Batch], run: Run, remarks: list[str | None]) -> Update:
+        """Advance schedule, EMA, position, notes and events of a run after an ``update`` made from ``batches``."""
         context, position, world = run.context, run.context.position, self.world
         remarks.append(context.objective.doubt(batches, alone=world.size == 1))
         # The schedule sets the learning rate of the next update: it counts updates that were applied.
@@ -211,10 +210,10 @@ class Step:
         # The EMA averages the parameters that the optimizer has just set.
         if context.ema is not None and update.applied:
             context.ema.update(context.model)
-        # The position moves before anything is told of the update: a checkpoint that a failing callback causes includes it.
+        # The position moves before notes and events: a checkpoint that a failing callback causes includes the update.
         position.batch, position.update = run.feed.taken, position.update + 1
         position.skipped += not update.applied
-        # Notes and events come last, because callbacks look at the state after the update.
+        # Notes and events come last, because callbacks read the state after the update.
         self.intact = True
         with run.saving:
             for remark in filter(None, remarks):
@@ -224,7 +223,7 @@ class Step:
             context.stop("The loss was not finite.")
         return update
 
-    def _settled(self, found: MicroBatchLosses, parameters: Sequence[nn.Parameter]) -> Update:
+    def _mean_gradients(self, found: MicroBatchLosses, parameters: Sequence[nn.Parameter]) -> Update:
         """Turn gradients that the backward passes left in ``parameters`` into those of the mean loss, clip and check them.
 
         Raises:
@@ -234,24 +233,24 @@ class Step:
         if self.world.processes > 1:
             self.clock.enter("communication")
         loss, total = self.world.mean(found.losses, found.weights, summed=self.objective.summed)
-        # Gradients become those of that mean: float16's loss scale goes first, then the sum of the weights. The bound of the
-        # clip and the check for finite numbers are about these true gradients.
+        # Gradients become those of that mean: divided by float16's loss scale, then by the sum of the weights. Clipping and the
+        # check for finite values apply to these gradients.
         self.clock.enter("optimizer")
-        if self._scales:
+        if self._scales_loss:
             self.scaler.unscale_(self.optimizer)
         if total is not None or self.world.averages:
             self._unweight(gradients_of(parameters), total)
         if self.hooks is not None:
             self.hooks.call("after_backward")
             parameters = self._parameters
-        check, norm = self.bounded(parameters)
+        check, norm = self.clip_and_check(parameters)
         return self._checked(Update(loss, loss if check is None else check, norm, applied=True))
 
-    def bounded(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Clip the gradients of ``parameters`` once, by the norm of all of them. They are read only if something needs them.
+    def clip_and_check(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Clip the gradients of ``parameters``, by the norm of all of them. They are read only if a setting needs them.
 
         Returns:
-            A scalar that is finite if all are, and ``None`` if there is no check; and the norm before, if it was computed.
+            A scalar that is finite if all gradients are, ``None`` without a check; and the norm before clipping, if computed.
         """
         asked = self.settings.optimizer
         checked, norm_wanted = asked.nonfinite != "ignore", self._norm_wanted()
@@ -271,9 +270,9 @@ class Step:
         if self.hooks is not None:
             self.hooks.call("before_step")
         try:
-            if self._closes:
+            if self._needs_closure:
                 self._step_with_closure(update, compute)
-            elif self._scales:
+            elif self._scales_loss:
                 self.scaler.step(self.optimizer)
             else:
                 self.optimizer.step()
@@ -292,26 +291,26 @@ class Step:
                 return first.pop()
             with torch.enable_grad():
                 found = compute()
-            return self._settled(found, self._parameters).loss
+            return self._mean_gradients(found, self._parameters).loss
 
         self.optimizer.step(closure)  # type: ignore[arg-type]
 
     def gradients(self, batches: Sequence[Batch]) -> MicroBatchLosses:
-        """Forward and backward of each of ``batches``; leaves the sum of weighted gradients of all processes.
+        """Forward and backward pass of each of ``batches``; leaves the sum of weighted gradients of all processes.
 
         Parameters and optimizer are unchanged, so it can be called again after an error.
         """
         world, parameters = self.world, self._parameters
-        if len(parameters) != self._known:
-            self._known = len(parameters)
+        if len(parameters) != self._parameter_count:
+            self._parameter_count = len(parameters)
             world.attach_optimizer(self.optimizer)
-        discard(parameters)  # of other computations since, such as a callback that trains an adversary of the model
-        if self._typical is None and world.size > 1:
-            self._typical = world.average(max(map(examples, batches)))
+        discard(parameters)  # gradients of other computations, such as a callback that trains an adversary of the model
+        if self._typical_weight is None and world.size > 1:
+            self._typical_weight = world.average(max(map(examples, batches)))
         alone = len(batches) == 1 and world.size == 1  # the weight of a single loss makes no difference
         if alone and world.processes == 1:
             before = self._kept_statistics() if self._statistics else None
-            loss, weight = self._passes(batches[0], parameters, 1, alone=True)
+            loss, weight = self._forward_backward(batches[0], parameters, 1, alone=True)
             return MicroBatchLosses([loss], [weight], before)
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
@@ -321,33 +320,33 @@ class Step:
             counted = len(batches) if world.counts else 0
             for index in range(count):
                 if index == counted:  # from here on it only keeps step with processes that have more batches
-                    idle = self._kept_buffers()
+                    kept = self._kept_buffers()
                 batch = batches[min(index, len(batches) - 1)]
                 with world.exchanging(now=index == count - 1):  # gradients cross once per update
-                    loss, weight = self._passes(batch, parameters, count, alone=alone, counts=index < counted)
+                    loss, weight = self._forward_backward(batch, parameters, count, alone=alone, counts=index < counted)
                 losses.append(loss)
                 weights.append(weight)
             if counted < count:
-                idle.restore()
+                kept.restore()
         return MicroBatchLosses(losses, weights, before)
 
-    def _passes(
+    def _forward_backward(
         self, batch: Batch, parameters: Sequence[nn.Parameter], count: int, *, alone: bool, counts: bool = True
     ) -> tuple[torch.Tensor, Weight]:
         """Forward and backward pass of ``batch``, one of ``count``; returns its loss without the graph, and its weight."""
         self.clock.enter("forward")
         loss, weight = self._forward(batch, weighed=not alone)
-        nothing = known_to_be_nothing(weight)
+        nothing = has_zero_weight(weight)
         if alone and (nothing or isinstance(weight, torch.Tensor)):
-            loss = self._of_something(loss, weight)
+            loss = self._zero_if_empty(loss, weight)
         if not counts:
             loss, weight = loss.nan_to_num() * 0, weight * 0
         self.clock.enter("backward")
         if self.hooks is not None:
             self.hooks.call("before_backward", loss)
-        scaled = self.scaler.scale(self._weighted(loss, weight, count)) if self._scales or not alone else loss
+        scaled = self.scaler.scale(self._weighted(loss, weight, count)) if self._scales_loss or not alone else loss
         if nothing or not counts:
-            with left_out(parameters):
+            with zeroed_gradients(parameters):
                 scaled.backward()  # type: ignore[no-untyped-call]
         else:
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -374,7 +373,7 @@ class Step:
             ) from error
 
     def _runs_in_float32(self, batch: Batch) -> bool:
-        """Whether the forward pass works without autocast; ``False`` where asking would need all processes."""
+        """Whether the forward pass works without autocast; ``False`` with several processes, which would all have to run it."""
         if self.world.size > 1:
             return False
         try:
@@ -385,9 +384,9 @@ class Step:
         return True
 
     def _norm_wanted(self) -> bool:
-        """Whether this update computes the norm; a GPU takes all norms in one kernel, but one sum after the other."""
+        """Whether this update computes the norm; a GPU computes all norms in one kernel, but sums one by one."""
         on_gpu = self.settings.device.startswith("cuda") and self.settings.optimizer.nonfinite != "ignore"
-        return self.settings.optimizer.clip_norm is not None or self._made % self._norm_every == 0 or on_gpu
+        return self.settings.optimizer.clip_norm is not None or self._update_count % self._norm_every == 0 or on_gpu
 
     def _kept_statistics(self) -> Snapshot:
         """A copy of the running statistics of normalisation layers."""
@@ -407,13 +406,13 @@ class Step:
         return torch.autocast(self.settings.device, dtype=getattr(torch, dtype))
 
     def check(self) -> None:
-        """Read the verdict on the last update, if it was not read yet; waits for the device.
+        """Check that the last update was finite, if that was not checked yet; waits for the device.
 
         Raises:
             NonFiniteError: the last update was not finite.
         """
-        unread, self._unread = self._unread, None
-        if unread is not None and not math.isfinite(self._verdict.read()):
+        unread, self._unchecked = self._unchecked, None
+        if unread is not None and not math.isfinite(self._pending_check.read()):
             what = "sum" if unread.norm is None else "norm"
             raise NonFiniteError(
                 f"The loss was {float(unread.loss)} and the {what} of its gradient {float(unread.check)}, which is not finite. "
@@ -421,24 +420,24 @@ class Step:
                 'nonfinite="skip".'
             )
 
-    def _watch(self, update: Update) -> None:
-        """Have :meth:`check` read the verdict on ``update``, which the device computes now, before other work."""
-        self._unread = update
-        self._verdict.send(update.loss + update.check)
+    def _check_later(self, update: Update) -> None:
+        """Let :meth:`check` examine ``update`` later; the device computes its check value now, before other work."""
+        self._unchecked = update
+        self._pending_check.send(update.loss + update.check)
 
     def discard(self) -> None:
-        """Free the gradients of an update that did not come to its end."""
+        """Free the gradients of an update that failed."""
         discard(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale of float16 losses, and the weight that the weights of losses are divided by."""
-        return {"scaler": self.scaler.state_dict(), "typical": self._typical}
+        return {"scaler": self.scaler.state_dict(), "typical": self._typical_weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self._typical = state["typical"]
+        self._typical_weight = state["typical"]
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -449,21 +448,21 @@ class Step:
         """The loss times its weight, divided by a typical weight so that float16 gradients keep their range."""
         if self.objective.summed or (count == 1 and self.world.size == 1):
             return loss
-        if self._typical is None:
-            self._typical = float(weight) or 1.0
-        return self._of_something(loss, weight) * (weight / self._typical)
+        if self._typical_weight is None:
+            self._typical_weight = float(weight) or 1.0
+        return self._zero_if_empty(loss, weight) * (weight / self._typical_weight)
 
-    def _of_something(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def _zero_if_empty(self, loss: torch.Tensor, weight: Weight) -> torch.Tensor:
         """``loss``, or 0 if it is a mean over nothing and so NaN, as when all labels are ignored."""
-        if known_to_be_nothing(weight):
+        if has_zero_weight(weight):
             return loss.nan_to_num() * 0
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) if isinstance(weight, torch.Tensor) else loss
 
     def _unweight(self, grads: list[torch.Tensor], total: Weight | None) -> None:
         """Turn the sum of weighted gradients into the gradient of the mean; ``total`` is ``None`` if nothing was weighted."""
         factor: Weight = float(self.world.size) if self.world.averages else 1.0
-        if total is not None and not self.objective.summed and self._typical is not None:
-            factor = factor * self._typical / total
+        if total is not None and not self.objective.summed and self._typical_weight is not None:
+            factor = factor * self._typical_weight / total
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             self.world.scale(grads, factor)
 
@@ -473,17 +472,17 @@ class Step:
         Raises:
             NonFiniteError: this update is not finite and on the CPU, or the one before it is not finite and on a GPU.
         """
-        if self._unread is not None:
+        if self._unchecked is not None:
             self.check()
         nonfinite = self.settings.optimizer.nonfinite
-        if self._scales:  # torch's fused SGD would write uninitialised momentum in a step with overflow
-            left_out = any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
-            overflowed = left_out and self.scaler.get_scale() > LEAST_SCALE and bool(torch.isfinite(update.loss))
-            return update._replace(applied=not left_out, overflowed=overflowed)
+        if self._scales_loss:  # torch's fused SGD would write uninitialised momentum in a step with overflow
+            found_inf = any(map(float, self.scaler._found_inf_per_device(self.optimizer).values()))
+            overflowed = found_inf and self.scaler.get_scale() > LEAST_SCALE and bool(torch.isfinite(update.loss))
+            return update._replace(applied=not found_inf, overflowed=overflowed)
         if nonfinite in ("skip", "stop"):
             return update._replace(applied=update.finite)
         if nonfinite == "raise":
-            self._watch(update)
+            self._check_later(update)
             if update.loss.device.type == "cpu":
                 self.check()
         return update
@@ -497,5 +496,5 @@ class Step:
         hopeless = not (update.applied or update.overflowed)
         self.scaler.update(self.scaler.get_scale() if hopeless else None)
         if hopeless and self.settings.optimizer.nonfinite == "raise":
-            self._watch(update)
+            self._check_later(update)
             self.check()

@@ -154,7 +154,7 @@ class LossAdapter:
         if self.loss is None:
             loss, weight, outputs = self._own(model, given)
         elif self.manual:
-            loss, weight = self.driven(ManualRun(model, self.optimizers), given)
+            loss, weight = self.manual_loss(ManualRun(model, self.optimizers), given)
         elif self._with_model:
             found = self.loss(model, given)
             loss, weight = _weighed(found) if isinstance(found, tuple) else (found, None)
@@ -188,7 +188,7 @@ class LossAdapter:
             self.count_doubt = count_doubt(batch)
         return loss, examples(batch) if weight is None else weight, outputs
 
-    def driven(self, run: ManualRun, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
+    def manual_loss(self, run: ManualRun, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
         """The loss to report that a function ``step(run, batch)`` leaves, and its weight if it has told one.
 
         Raises:

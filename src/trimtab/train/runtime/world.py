@@ -96,7 +96,7 @@ class World:
         """
         return NO_OP
 
-    def driven(self) -> contextlib.AbstractContextManager[object]:
+    def manual_update(self) -> contextlib.AbstractContextManager[object]:
         """A block of an update that exchanges gradients by :meth:`average_gradients`; it fails in all processes or in none."""
         return NO_OP
 
