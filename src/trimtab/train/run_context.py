@@ -57,7 +57,7 @@ class FitState:
     """Updates in all at the end of the call, if known."""
     epochs: int | None = None
     """Epochs in all at the end of the call, if it was given these."""
-    goes_on: bool = False
+    continues_iterator: bool = False
     """Whether it was given the iterator that the last call began to read; until its first epoch begins."""
     kept: bool = False
     """Whether the state after the first applied update was checked for values that no checkpoint can hold."""

@@ -348,13 +348,13 @@ class Trainer:
             check_loader(validate, "validate")
         consistency.refuse_differences(self.context, validated=validate is not None, epochs=epochs, steps=steps)
         self.context.fit = run = FitState(MemoryPlan(self.context), epochs=epochs)
-        saved = checkpoint_policy.without(self.context) if bounds.fast_dev_run else checkpoint_policy.folder_held(self.context)
+        saved = checkpoint_policy.disabled(self.context) if bounds.fast_dev_run else checkpoint_policy.locked(self.context)
         with saved, interruptible(self.context), explaining_gpu_asserts():
             last, given, train = self._last, train, self.context.world.share(train, "train")
-            run.goes_on = (
+            run.continues_iterator = (
                 isinstance(given, Iterator) and last is not None and last[0] is given and self.context.resuming is None
             )
-            train = last[1] if last is not None and run.goes_on else train
+            train = last[1] if last is not None and run.continues_iterator else train
             validate = None if validate is None else self.context.world.share(validate, "validate")
             validate = validation.checked(self.context, validate)
             with progress.shown(self.context, self.progress):

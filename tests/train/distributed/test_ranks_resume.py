@@ -290,8 +290,8 @@ def test_a_signal_to_one_process_cuts_off_the_validation_of_all(found: dict[str,
 
 def test_of_all_processes_each_goes_on_with_its_own_random_numbers() -> None:
     made: Any = types.SimpleNamespace(world=types.SimpleNamespace(rank=1, size=2, index=2, processes=4))
-    assert epoch._own(made, ["a", "b", "c", "d"]) == "c"
-    assert epoch._own(made, ["a", "b"]) == "b"  # of another number of processes, those with the same data have the same
+    assert epoch._state_of_process(made, ["a", "b", "c", "d"]) == "c"
+    assert epoch._state_of_process(made, ["a", "b"]) == "b"  # with another number of processes, by rank of data
 
 
 def test_what_others_have_left_of_an_epoch_is_trained_on_where_one_share_is_used_up(found: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ class Checkpoints:
         self._sweep(place)
         return place
 
-    def hold(self) -> IO[str] | None:
+    def lock(self) -> IO[str] | None:
         """Create the folder, check that files can be written there, and lock it against other runs.
 
         The lock ends when the returned file is closed, or with the process. Forked processes, such as loader workers, do not

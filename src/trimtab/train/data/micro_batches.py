@@ -87,7 +87,7 @@ class MicroBatcher:
             skip = 0
         else:
             _set_epoch(batches, epoch)
-            if hears_epochs(batches):
+            if has_set_epoch(batches):
                 set_workers(batches, running=False)
         self._loaded = False
         if is_seekable(batches):
@@ -207,13 +207,13 @@ def _may_run_ahead(batches: Any) -> bool:
     return is_seekable(batches) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
 
 
-def draws_here(batches: Any) -> bool:
+def draws_locally(batches: Any) -> bool:
     """True if reading may draw random numbers in this process during the epoch, and not only at its start."""
     streams = isinstance(getattr(batches, "dataset", None), torch.utils.data.IterableDataset)
     return isinstance(batches, Iterator) or (streams and not getattr(batches, "num_workers", 0))
 
 
-def hears_epochs(batches: Any) -> bool:
+def has_set_epoch(batches: Any) -> bool:
     """True if a dataset of the loader has a ``set_epoch()``."""
     return any(hasattr(dataset, "set_epoch") for dataset in datasets_of(batches))
 

@@ -1,4 +1,4 @@
-"""When checkpoints are written, by which run, and how an error between two updates keeps the updates made so far."""
+"""When checkpoints are written, the lock of the checkpoint folder, and the checkpoint that an error between updates causes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def folder_held(context: RunContext) -> Iterator[None]:
+def locked(context: RunContext) -> Iterator[None]:
     """A block that holds the lock of the checkpoint folder, if there is a folder: one writing run at a time.
 
     Raises:
@@ -29,13 +29,13 @@ def folder_held(context: RunContext) -> Iterator[None]:
     if (checkpoints := context.checkpoints) is None:
         yield
         return
-    with context.world.on_rank_0(checkpoints.hold) or contextlib.nullcontext():
+    with context.world.on_rank_0(checkpoints.lock) or contextlib.nullcontext():
         _check_folder(context, checkpoints)
         yield
 
 
 @contextlib.contextmanager
-def without(context: RunContext) -> Iterator[None]:
+def disabled(context: RunContext) -> Iterator[None]:
     """A block in which no checkpoint is written."""
     kept, context.checkpoints = context.checkpoints, None
     try:
@@ -95,18 +95,18 @@ def remark(context: RunContext, ready: Ready, steps: int | None) -> str | None:
     )
 
 
-class Saving(explaining):
-    """A block between two updates: if it fails, a checkpoint is written first, provided that all processes can take part.
+class SaveOnError(explaining):
+    """A block between two updates: if it fails, a checkpoint is written first, unless a process cannot take part.
 
-    A process that trains alone also writes one if its generator of updates is closed in the block; and in an update that has
-    not begun to change parameters. No checkpoint follows a loss that is not finite: those before it may do better.
+    A process that trains alone also writes one if its generator of updates is closed in the block, or if an update fails before
+    it changes parameters. A loss that is not finite causes no checkpoint, so that earlier checkpoints are kept.
     """
 
     def __init__(self, context: RunContext, ready: Ready, *, updating: bool = False) -> None:
         self.context, self.ready, self.updating = context, ready, updating
 
     def explain(self, error: BaseException) -> None:
-        """Write a checkpoint, if one is to follow ``error``."""
+        """Write a checkpoint, if ``error`` is to cause one."""
         context = self.context
         alone = context.world.processes == 1
         if not isinstance(error, (Exception, GeneratorExit) if alone else Exception):
@@ -116,5 +116,5 @@ class Saving(explaining):
         made = context.position.update
         unsaved = context.checkpoints is not None and made and context.checkpoints.update() != made
         if context.world.known_to_all(error) and context.world.any(bool(unsaved)):
-            epoch.take_back(context, self.ready.feed)
+            epoch.restore_random(context, self.ready.feed)
             save(context, self.ready)

@@ -13,7 +13,7 @@ import torch
 from trimtab.errors import WorkloadError
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.loader_position import is_seekable, is_stateful
-from trimtab.train.data.micro_batches import MicroBatcher, draws_here, has_workers, hears_epochs, keeps_workers, set_workers
+from trimtab.train.data.micro_batches import MicroBatcher, draws_locally, has_set_epoch, has_workers, keeps_workers, set_workers
 from trimtab.train.data.peek import first_batches
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.run_context import RunContext
@@ -21,12 +21,12 @@ from trimtab.train.runtime.random_generators import generators_of, generators_wi
 from trimtab.train.runtime.torch_settings import random_state, set_random_state
 from trimtab.train.runtime.world import NO_OP
 
-_WORKERS = (
+_DRAWS_IN_WORKERS = (
     "No checkpoint holds the random generators of the loader's worker processes: if the dataset draws from them, a resumed run "
     "sees other random augmentations than this one. Use trimtab.train.Loader, or torch's DataLoader without "
     "persistent_workers=True, whose augmentations are the same after a resumption."
 )
-_HERE = (
+_DRAWS_IN_PROCESS = (
     "If the loader draws from torch's own generator in the middle of an epoch, as the model does, a resumed run may see other "
     "random augmentations, some examples twice, and others not at all. Give its shuffling a generator to itself, such as "
     "DataLoader(generator=torch.Generator()), or use trimtab.train.Loader, or a loader with state_dict() and load_state_dict()."
@@ -35,31 +35,31 @@ _HERE = (
 
 def begin(context: RunContext, feed: MicroBatcher) -> None:
     """Start the loader. In the middle of an epoch, restore its position and all random states."""
-    resumed, goes_on, batch, loader = context.resuming, context.fit.goes_on, context.position.batch, feed.batches
-    context.resuming, context.fit.goes_on = None, False
+    resumed, continues, batch, loader = context.resuming, context.fit.continues_iterator, context.position.batch, feed.batches
+    context.resuming, context.fit.continues_iterator = None, False
     begun: dict[str, Any] = {}
     now: dict[str, Any] = {}
     if resumed is not None:
-        begun, now = _own(context, resumed["epoch_random"]), _own(context, resumed["random"])
-    elif batch and not goes_on:  # an earlier call of fit ended there
+        begun, now = _state_of_process(context, resumed["epoch_random"]), _state_of_process(context, resumed["random"])
+    elif batch and not continues:  # an earlier call of fit ended there
         now = random_of(context, loader)
         begun = context.epoch_random or now
     state = _state_at(context, feed, resumed)
     if now:
-        _begin_as(context, loader, begun if batch else now)
+        _restore_start(context, loader, begun if batch else now)
         if state is not None:
             feed.load(context.position.epoch, state)
             _set_random_of(context, loader, begun if batch else now)
-    if context.checkpoints is not None or (batch and not goes_on):
-        context.note_once(_doubt(loader))
-    if not (batch and goes_on):
+    if context.checkpoints is not None or (batch and not continues):
+        context.note_once(_resume_warning(loader))
+    if not (batch and continues):
         context.epoch_random = _random_at_begin(context, loader)
-    _tell_who_began(context, loader)
-    _start(context, feed, 0 if goes_on else batch)
-    if batch and not goes_on and all(context.world.gathered(feed.short)) and not isinstance(loader, Iterator):
+    _set_begun_by(context, loader)
+    _start(context, feed, 0 if continues else batch)
+    if batch and not continues and all(context.world.gathered(feed.short)) and not isinstance(loader, Iterator):
         context.note(other_length(batch, "fewer batches"))
         context.position.batch = batch = 0
-        _tell_who_began(context, loader)
+        _set_begun_by(context, loader)
         _set_random_of(context, loader, now)
         context.epoch_random = _random_at_begin(context, loader)
         feed.begin(context.position.epoch)
@@ -68,14 +68,14 @@ def begin(context: RunContext, feed: MicroBatcher) -> None:
         _set_random_of(context, loader, now)
 
 
-def take_back(context: RunContext, feed: MicroBatcher) -> None:
-    """Restore the random states from before the epoch if it made no update: the run that continues begins it again."""
+def restore_random(context: RunContext, feed: MicroBatcher) -> None:
+    """Restore the random states from before the epoch if it made no update, because the resumed run begins it again."""
     if not context.position.batch and context.epoch_random:
         _set_random_of(context, feed.batches, context.epoch_random)
 
 
 def _random_at_begin(context: RunContext, loader: Any) -> dict[str, Any]:
-    """The states that the epoch begins with; none if no checkpoint will hold them, and its batches do not depend on them.
+    """The random states at the start of the epoch; empty if no checkpoint will hold them and no batch depends on them.
 
     Reading them takes a tenth of a millisecond, most of it for numpy's.
     """
@@ -90,13 +90,13 @@ def _start(context: RunContext, feed: MicroBatcher, skip: int) -> None:
     except WorkloadError:
         if not context.ending:
             raise
-        take_back(context, feed)
+        restore_random(context, feed)
         feed.cut = True
         context.world.stopping(True)
 
 
-def _tell_who_began(context: RunContext, loader: Any) -> None:
-    """Tell a loader whose batches depend on the number of processes how many processes began the epoch."""
+def _set_begun_by(context: RunContext, loader: Any) -> None:
+    """Set ``begun_by`` of a loader whose batches depend on the number of processes that began the epoch."""
     if not context.position.batch:
         context.position.begun_by = None
     if isinstance(loader, Loader):
@@ -110,14 +110,14 @@ def other_length(batch: int, now: str) -> str:
 
 @contextlib.contextmanager
 def close(context: RunContext, feed: MicroBatcher, *, draws: bool) -> Iterator[None]:
-    """A block for the end of an epoch, in which a validation ``draws`` random numbers, or nothing does.
+    """A block for the end of an epoch; ``draws`` if a validation in it draws random numbers.
 
-    If it is interrupted, random states are restored: the run that continues repeats it.
+    If the block is interrupted, random states are restored, because the resumed run repeats the block.
     """
     if context.resuming is not None:  # the checkpoint was written at the end of an epoch
         if (state := _state_at(context, feed, context.resuming)) is not None:
             feed.load(context.position.epoch, state)
-        _begin_as(context, feed.batches, _own(context, context.resuming["random"]))
+        _restore_start(context, feed.batches, _state_of_process(context, context.resuming["random"]))
         context.resuming = None
     feed.finish()
     before = random_of(context, feed.batches) if draws else None
@@ -129,7 +129,7 @@ def close(context: RunContext, feed: MicroBatcher, *, draws: bool) -> Iterator[N
 
 
 @contextlib.contextmanager
-def untouched(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
+def keep_random(context: RunContext, feed: MicroBatcher) -> Iterator[None]:
     """A block after which all random generators are as before."""
     before = random_of(context, feed.batches)
     try:
@@ -148,7 +148,7 @@ def _generators(context: RunContext, batches: Iterable[Any]) -> dict[str, Any]:
     return {**generators_of(batches), **model, **loss}
 
 
-def place_of(context: RunContext, feed: MicroBatcher) -> dict[str, Any] | None:
+def position_of_loader(context: RunContext, feed: MicroBatcher) -> dict[str, Any] | None:
     """The position of a loader with ``state_dict()``, and its batch of the epoch; ``None`` for other loaders."""
     batch = context.position.batch
     state = feed.state() if batch in (0, feed.taken) else None
@@ -165,13 +165,13 @@ def _state_at(context: RunContext, feed: MicroBatcher, resumed: Mapping[str, Any
     return kept["state"] if kept is not None and fits else None
 
 
-def _doubt(loader: Any) -> str | None:
-    """Why a resumed run may get other batches from ``loader`` than an uninterrupted run, if it may."""
+def _resume_warning(loader: Any) -> str | None:
+    """Why a resumed run may get other batches from ``loader`` than an uninterrupted run; ``None`` if it cannot."""
     if is_seekable(loader):
         return None
-    if (keeps_workers(loader) and not hears_epochs(loader)) or (is_stateful(loader) and getattr(loader, "num_workers", 0) > 0):
-        return _WORKERS
-    return _HERE if draws_here(loader) and not is_stateful(loader) else None
+    if (keeps_workers(loader) and not has_set_epoch(loader)) or (is_stateful(loader) and getattr(loader, "num_workers", 0) > 0):
+        return _DRAWS_IN_WORKERS
+    return _DRAWS_IN_PROCESS if draws_locally(loader) and not is_stateful(loader) else None
 
 
 def _set_random_of(context: RunContext, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
@@ -180,22 +180,22 @@ def _set_random_of(context: RunContext, batches: Iterable[Any], state: Mapping[s
     set_states(_generators(context, batches), state["loader"])
 
 
-def _begin_as(context: RunContext, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
+def _restore_start(context: RunContext, batches: Iterable[Any], state: Mapping[str, Any]) -> None:
     """Restore the random states that an epoch began with."""
     set_workers(batches, running=state["workers"])  # first, because starting workers draws a random number
     _set_random_of(context, batches, state)
 
 
-def _own(context: RunContext, states: list[dict[str, Any]]) -> dict[str, Any]:
+def _state_of_process(context: RunContext, states: list[dict[str, Any]]) -> dict[str, Any]:
     """This process's state, from one state per process. If the number of processes changed, states are reused by rank."""
     world = context.world
     if len(states) == world.processes:
         return states[world.index]
     own = states[world.rank % len(states)]
-    return own if world.rank < len(states) else _other(own, world.rank)
+    return own if world.rank < len(states) else _reseeded(own, world.rank)
 
 
-def _other(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _reseeded(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """``state`` with torch's generators seeded anew for ``rank``, because another process continues with that state."""
     seed = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(8, "big")).digest()
     own = int.from_bytes(seed[:7], "big")
@@ -205,12 +205,12 @@ def _other(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
 
 def rounds(context: RunContext, feed: MicroBatcher, saving: contextlib.AbstractContextManager[None]) -> Iterator[list[Batch]]:
-    """The batches of each update that is left of the epoch, for as long as any process has some left.
+    """The batches of each update that is left in the epoch, until no process has any.
 
-    A process that trains alone reads them in ``saving``, because the loader may fail. Of several processes the others may be in
-    an update by then, which does not come to its end: there nothing can be saved.
+    A process that trains alone reads them in ``saving``, because the loader may fail. With several processes nothing can be
+    saved then: the others may be in the middle of an update.
     """
-    updates = context.world.rounds(_until_cut(context, feed), feed.length(), functools.partial(_again, feed))
+    updates = context.world.rounds(_until_interrupted(context, feed), feed.length(), functools.partial(_repeated_group, feed))
     alone = context.world.processes == 1
     while True:
         with saving if alone else NO_OP:
@@ -220,7 +220,7 @@ def rounds(context: RunContext, feed: MicroBatcher, saving: contextlib.AbstractC
         yield batches
 
 
-def _until_cut(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
+def _until_interrupted(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]:
     """The updates that are left of the epoch, up to a signal that also ends the loader's workers.
 
     Ctrl-C in a terminal goes to the whole process group, and so does the signal with which torchrun ends its processes.
@@ -237,8 +237,8 @@ def _until_cut(context: RunContext, feed: MicroBatcher) -> Iterator[list[Batch]]
         context.world.stopping(True)  # the other processes learn of it in this update
 
 
-def _again(feed: MicroBatcher) -> list[Batch] | None:
-    """The first batches again, for a process that has none left and must keep step; ``None`` for an iterator."""
+def _repeated_group(feed: MicroBatcher) -> list[Batch] | None:
+    """The first batches again, for a process that has none left while others have; ``None`` for an iterator."""
     if isinstance(feed.batches, Iterator):
         return None
     batches, _ = first_batches(feed.batches, 1)

@@ -51,7 +51,7 @@ def updates(
     step.check()
     meter.report()
     if validation_policy.last(context) and not context.world.any(context.ending):
-        _validate_within(context, ready, meter, held_out)
+        _validate_in_epoch(context, ready, meter, held_out)
     return _finish(context, ready, meter, epochs, steps)
 
 
@@ -59,17 +59,17 @@ def _epoch(
     context: RunContext, ready: setup.Ready, meter: Meter, steps: int | None, held_out: Iterable[Batch] | None
 ) -> Generator[Update, None, bool]:
     """The updates that are left of the epoch, and checkpoints in between; returns whether the epoch is complete."""
-    feed, position, saving = ready.feed, context.position, checkpoint_policy.Saving(context, ready)
-    run, unharmed = Run(context, feed, meter.count, saving), checkpoint_policy.Saving(context, ready, updating=True)
+    feed, position, saving = ready.feed, context.position, checkpoint_policy.SaveOnError(context, ready)
+    run, save_intact = Run(context, feed, meter.count, saving), checkpoint_policy.SaveOnError(context, ready, updating=True)
     if validation_policy.due(context):  # the run before was interrupted in it
         with saving:
-            _validate_within(context, ready, meter, held_out)
+            _validate_in_epoch(context, ready, meter, held_out)
     for batches in epoch.rounds(context, feed, saving):
         context.log.current()
         try:
             update = ready.step(batches, run)
         except BaseException as error:
-            unharmed.explain(error)
+            save_intact.explain(error)
             raise
         if not context.world.used:
             break
@@ -78,7 +78,7 @@ def _epoch(
             setup.refuse_unkept(context, feed)
         if validates := context.validate_every is not None and validation_policy.due(context):
             with saving:
-                _validate_within(context, ready, meter, held_out)
+                _validate_in_epoch(context, ready, meter, held_out)
         every, saved = context.checkpoint_every, context.fit.saved_best == position.update
         if not saved and (validates if every is None else position.update % every == 0):
             checkpoint_policy.save(context, ready)
@@ -128,9 +128,9 @@ def _close_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out
         checkpoint_policy.save(context, ready)
 
 
-def _validate_within(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
+def _validate_in_epoch(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
     """Validate between two updates of an epoch; random generators are as before, whether it comes to its end or not."""
-    with meter.paused(), epoch.untouched(context, ready.feed):
+    with meter.paused(), epoch.keep_random(context, ready.feed):
         _validate(context, held_out, ready)
     checkpoint_policy.keep_best(context, ready)
 
@@ -182,7 +182,7 @@ def _finish(context: RunContext, ready: setup.Ready, meter: Meter, epochs: int |
     if made and context.world.any(old):
         checkpoint_policy.save(context, ready)
     setup.settle(context)
-    context.step_state, context.loader_place = ready.step.state_dict(), epoch.place_of(context, ready.feed)
+    context.step_state, context.loader_place = ready.step.state_dict(), epoch.position_of_loader(context, ready.feed)
     context.shown.show(context.best_parameters)
     context.model.eval()
     count, what = (steps, "update") if steps is not None else (epochs, "epoch")

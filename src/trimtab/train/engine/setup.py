@@ -347,7 +347,7 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "batches": duration.batches_in_all(ready.feed.batches, world),
         "random": world.gathered(epoch.random_of(context, ready.feed.batches)),
         "epoch_random": world.gathered(context.epoch_random),
-        "loader": world.gathered(epoch.place_of(context, ready.feed)),
+        "loader": world.gathered(epoch.position_of_loader(context, ready.feed)),
         "processes": world.size,
         "seed": world.seed,
         "decided": context.decided,
