@@ -90,7 +90,7 @@ class Parts(Step):
         self.epoch = 0
         """The epoch of the last :meth:`batches`; after :meth:`load` the one to go on with."""
         self._checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
-        self._move = setup.laid_out(model, settings, self.device)
+        self._move = setup.apply_memory_format(model, settings, self.device)
         self._skip = 0
         """Batches of :attr:`epoch` that were used before :meth:`load`."""
         self._begun: dict[str, Any] = {}

@@ -100,7 +100,7 @@ class RunContext:
     metrics: Mapping[str, Metric]
     ema: Ema | None
     modes: Modes
-    shown: EvalWeights
+    eval_weights: EvalWeights
     hooks: Hooks
     """Functions of the user that every process calls at fixed points of an update."""
     tell: Callable[[Event], None]

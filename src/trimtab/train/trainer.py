@@ -19,7 +19,7 @@ from trimtab.errors import StorageError, UsageError
 from trimtab.train.autotune import auto_settings
 from trimtab.train.checkpoint import registered
 from trimtab.train.checkpoint.checkpoints import Checkpoints
-from trimtab.train.checkpoint.resume_conflicts import check_kinds, checked_override
+from trimtab.train.checkpoint.resume_conflicts import check_types, checked_override
 from trimtab.train.data.micro_batches import check_loader
 from trimtab.train.data.peek import kept_random
 from trimtab.train.distributed import consistency
@@ -140,7 +140,7 @@ class Trainer:
         schedules.check_given(schedule)
         if keep_best and checkpoint is None:
             raise UsageError(f"keep_best is {keep_best}, and there is no folder for checkpoints. Give checkpoint='folder'.")
-        check_kinds(settings, early_stopping, metrics, ema, world)
+        check_types(settings, early_stopping, metrics, ema, world)
         setup.check_model(model)
         world = world or join(settings)
         setup.check_device(settings.device)
@@ -171,7 +171,7 @@ class Trainer:
             metrics=checked_metrics(metrics),
             ema=average,
             modes=Modes(model),
-            shown=EvalWeights(model, average, OptimizerModes(model, made)),
+            eval_weights=EvalWeights(model, average, OptimizerModes(model, made)),
             hooks=Hooks(hooks, weakref.ref(self)),
             tell=_telling(self),
         )
@@ -360,7 +360,7 @@ class Trainer:
             with progress.shown(self.context, self.progress):
                 self.context.note_once(self.context.modes.find_frozen())
                 self.context.modes.train()
-                self.context.shown.take_back(
+                self.context.eval_weights.restore_last(
                     update=self.context.position.update, same=not duration.begin_other(self.context, last, given)
                 )
                 duration.check_epoch(self.context, train)
@@ -398,11 +398,11 @@ class Trainer:
                 "the folder where all hosts have it."
             )
         state = self.context.checkpoints.load()
-        self.context.shown.modes.train()  # the parameters that it would convert are overwritten next
+        self.context.eval_weights.modes.train()  # the parameters that it would convert are overwritten next
         setup.restore(self.context, state)
         self.context.note_once(self.context.checkpoints.skipped_note())
         self.context.resuming = state
-        self.context.shown.forget()
+        self.context.eval_weights.forget()
         return self
 
     def load_best(self) -> Self:

@@ -190,7 +190,7 @@ def test_nothing_is_done_while_nothing_changes() -> None:
     watching = adjuster(machine, data=[Switch(machine, 0.5)], compute=[Switch(machine, 0.5)])
     machine.windows(watching, 20)
     assert machine.events == []
-    assert watching.usual == Window(step=10.0, data=1.0, compute=9.0, examples=4.0)
+    assert watching.reference == Window(step=10.0, data=1.0, compute=9.0, examples=4.0)
 
 
 @pytest.mark.parametrize("phase", ["data", "forward"])

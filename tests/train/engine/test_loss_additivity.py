@@ -138,7 +138,7 @@ def test_the_loss_of_some_examples_is_compared_with_that_of_their_parts(
 ) -> None:
     made = trainer(model, loss)
     found = compare(made.context, step_of(made), batch)
-    assert (None if found is None else found.alike) is alike
+    assert (None if found is None else found.additive) is alike
 
 
 class Counted(nn.Module):
@@ -161,7 +161,7 @@ def test_nothing_is_left_of_the_look() -> None:
     random = torch.get_rng_state()
     found = compare(made.context, step_of(made), vectors())
     assert found is not None
-    assert found.alike
+    assert found.additive
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(value, state[name]) for name, value in made.model.state_dict().items())
     assert all(parameter.grad is None for parameter in made.model.parameters())
@@ -253,7 +253,7 @@ def test_a_run_that_is_adjusted_knows_what_speaks_against_parts() -> None:
     for loss, reason in ((contrast, "other updates would come of it. The loss of 16 examples is "), (noisy, "None")):
         made = trainer(Head, loss)
         made.fit([vectors(16)] * 2, epochs=1)
-        assert str(made.context.fit.memory_plan.sizer.against_parts(step_of(made))).startswith(reason)
+        assert str(made.context.fit.memory_plan.sizer.why_not_split(step_of(made))).startswith(reason)
 
 
 # What two processes do; only the second has texts of unequal length.

@@ -122,7 +122,7 @@ def test_a_failed_try_leaves_no_trace_in_buffers_and_random_numbers() -> None:
 
 
 def test_whole_batches_are_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch_sizer, "AGAIN_AFTER", 2)
+    monkeypatch.setattr(micro_batch_sizer, "RETRY_AFTER", 2)
     torch.manual_seed(0)
     greedy = Greedy(8)
     trainer = Trainer(greedy, loss=nn.CrossEntropyLoss(), optimizer=adam)

@@ -17,7 +17,7 @@ from trimtab import DataSettings, Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.early_stopping import EarlyStopping
-from trimtab.train.optim.kernels import bring_state
+from trimtab.train.optim.kernels import move_state
 from trimtab.train.optim.optimizer_state import load
 from trimtab.train.optim.schedules import cosine
 from trimtab.train.runtime.snapshots import rolled_back
@@ -290,5 +290,5 @@ def test_what_an_optimizer_counts_on_the_host_comes_back_there(capturable: bool)
         name: "cpu" if name in ("step", "mu_product") and not capturable else "meta" for name in kept
     }
     assert capturable or now["mu_product"] == kept["mu_product"]
-    bring_state(other)
+    move_state(other)
     assert now["mu_product"].device.type == ("meta" if capturable else "cpu")

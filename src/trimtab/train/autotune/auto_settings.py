@@ -25,7 +25,7 @@ from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.shadow_run import Round, ShadowRun, candidate, rounded, seconds_of, why_not_alone
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.peek import first_batches, kept_random
-from trimtab.train.engine.compiled_step import WORTH_S, CompiledStep
+from trimtab.train.engine.compiled_step import MIN_RUN_S, CompiledStep
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.loss.loss_parity import LOSSY, SHAKE, BaselineLosses, gradients_differ, parity, rounding
 from trimtab.train.optim.kernels import why_not
@@ -185,7 +185,7 @@ class _Decisions:
             return reason
         if field == "compile" and self.updates is None:
             return "how many updates there will be is not known, so nothing says whether compiling would be paid back."
-        if field == "compile" and self.updates is not None and (left := self.updates * self.step_s) < WORTH_S:
+        if field == "compile" and self.updates is not None and (left := self.updates * self.step_s) < MIN_RUN_S:
             return f"the {self.updates} updates take about {left:.0f} s, too little to pay back what compiling costs."
         return technique.blocked(self.candidate)
 

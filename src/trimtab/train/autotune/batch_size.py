@@ -127,14 +127,14 @@ def find_batch(
     pool = join(drawn)
     beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # loading overlaps with updates
     called = world.wrap(context.model, context.settings, fresh=False)
-    move = setup.laid_out(context.model, context.settings, context.device)
+    move = setup.apply_memory_format(context.model, context.settings, context.device)
     step = Step(called, context.objective, context.optimizer, context.settings, world, HostClock())
     sizes = [2**power for power in range(count.bit_length()) if 2**power <= min(count, largest or count)]
     was = {module: module.training for module in context.model.modules()}
     context.modes.find_frozen()
     context.modes.train()
     try:
-        with context.shown.modes.trained(), running(context.settings):
+        with context.eval_weights.modes.training(), running(context.settings):
             search = _Search(context, step, limit_mb, seconds, None)
             entries = search.run((size, [move(split(pool, size)[0])]) for size in sizes)
     finally:

@@ -145,7 +145,7 @@ def find_lr(
     rates = [lowest * (highest / lowest) ** (index / (updates - 1)) for index in range(updates)]
     with kept_random(), untouched(batches) as loader, running(settings):
         step = Step(model, objective, optimizer, settings, World(), HostClock())
-        feed = setup.feed_for(loader, settings, HostClock(), setup.laid_out(model, settings, context.device))
+        feed = setup.feed_for(loader, settings, HostClock(), setup.apply_memory_format(model, settings, context.device))
         losses = _sweep(step, optimizer, feed, rates)
     smoothed = _smoothed(losses)
     slopes = [_slope(rates, smoothed, index) for index in range(len(smoothed))]

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 WINDOWS = 3
 """Windows before and after a change that are compared. Without an effect, three are faster than three others in 5% of cases."""
-GROWN = 1.3
-"""A phase has slowed down if it takes this many times as long as it did."""
-MATTERS = 0.1
-"""A slowdown by a smaller share of an update is ignored."""
-STARVED = 0.25
-"""Share of an update spent waiting for data above which something is tried even if it was so from the start."""
-MOST_WORKERS = 16
+SLOWDOWN = 1.3
+"""A phase has slowed down if it takes this many times as long as in the reference window."""
+MIN_SHARE = 0.1
+"""Slowdowns of a smaller share of an update are ignored."""
+MAX_DATA_SHARE = 0.25
+"""Share of an update spent waiting for data above which a change is tried even without a slowdown."""
+MAX_WORKERS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Change:
     apply: Callable[[], None]
     undo: Callable[[], None]
     why_not: Callable[[], str | None]
-    """Why it cannot be tried, in a sentence."""
+    """Returns why it cannot be tried, in a sentence; ``None`` if it can."""
 
 
 class Adjuster:
@@ -77,18 +77,18 @@ class Adjuster:
     def __init__(self, changes: Mapping[str, Callable[[Window], Iterable[Change]]], target_ms: float | None = None) -> None:
         self.changes, self.target_ms = changes, target_ms
         self._exhausted: list[str] = []
-        """The symptoms whose changes were tried for the target, without one that was kept since."""
-        self.usual: Window | None = None
+        """Symptoms whose changes were tried for the target and not kept."""
+        self.reference: Window | None = None
         """The window that slowdowns are measured against."""
         self._recent: collections.deque[Window] = collections.deque(maxlen=WINDOWS)
-        self._without: collections.deque[Window] = collections.deque()
+        self._before_change: collections.deque[Window] = collections.deque()
         """The windows before the change under trial."""
         self._trial: Change | None = None
         self._queue: list[Change] = []
         self._skip = True
         """Whether the next window is left out as a warm-up."""
         self._refusals: set[str] = set()
-        """Reasons that were noted."""
+        """Reasons that were noted, so that each is noted once."""
 
     def __call__(self, context: RunContext, event: Event) -> None:
         """Take a window into account."""
@@ -101,16 +101,16 @@ class Adjuster:
         if len(self._recent) < WINDOWS:
             return
         if self._trial is None:
-            self._look(context)
+            self._try_next(context)
         else:
             self._judge(context, self._trial)
 
-    def _look(self, context: RunContext) -> None:
+    def _try_next(self, context: RunContext) -> None:
         """Apply the next change if updates have slowed down."""
-        first, now = self.usual is None, _typical(self._recent)
-        usual = self.usual = self.usual or now
+        first, now = self.reference is None, _median(self._recent)
+        reference = self.reference = self.reference or now
         if not self._queue:
-            symptom = self._symptom(usual, now, first) or self._late(context, now)
+            symptom = self._symptom(reference, now, first) or self._over_target(context, now)
             if symptom is None:
                 return
             self._queue = list(self.changes[symptom](now))
@@ -118,22 +118,22 @@ class Adjuster:
             change = self._queue.pop(0)
             if (reason := change.why_not()) is None:
                 change.apply()
-                self._trial, self._without, self._skip = change, self._recent.copy(), True
+                self._trial, self._before_change, self._skip = change, self._recent.copy(), True
                 self._recent.clear()
                 return
             if reason not in self._refusals:
                 self._refusals.add(reason)
                 context.note(f"{change.what} was not tried: {reason}")
-        self._settle(now)
+        self._set_reference(now)
 
-    def _symptom(self, usual: Window, now: Window, first: bool) -> str | None:
-        """What has slowed down: ``data``, ``compute`` or nothing."""
-        if self._grown(usual, now, "data") or (first and now.data > STARVED * now.step):
+    def _symptom(self, reference: Window, now: Window, first: bool) -> str | None:
+        """The phase that has slowed down: ``data``, ``compute``, or ``None``."""
+        if self._slowed_down(reference, now, "data") or (first and now.data > MAX_DATA_SHARE * now.step):
             return "data"
-        return "compute" if self._grown(usual, now, "compute") else None
+        return "compute" if self._slowed_down(reference, now, "compute") else None
 
-    def _late(self, context: RunContext, now: Window) -> str | None:
-        """What to try because updates take longer than the target: where more of their time goes, then the other."""
+    def _over_target(self, context: RunContext, now: Window) -> str | None:
+        """The phase to improve if updates take longer than the target: the slower one first; ``None`` if there is none."""
         if self.target_ms is None or now.step <= self.target_ms:
             return None
         left = [each for each in sorted(self.changes, key=lambda name: -getattr(now, name)) if each not in self._exhausted]
@@ -146,16 +146,16 @@ class Adjuster:
         )
         return None
 
-    def _grown(self, usual: Window, now: Window, phase: str) -> bool:
+    def _slowed_down(self, reference: Window, now: Window, phase: str) -> bool:
         """Whether ``phase`` has slowed down in every recent window, by an amount that matters to the update."""
-        before = getattr(usual, phase)
+        before = getattr(reference, phase)
         more = getattr(now, phase) - before
-        return more > MATTERS * now.step and all(getattr(window, phase) > GROWN * before for window in self._recent)
+        return more > MIN_SHARE * now.step and all(getattr(window, phase) > SLOWDOWN * before for window in self._recent)
 
     def _judge(self, context: RunContext, change: Change) -> None:
         """Keep or undo the change under trial."""
-        after, before, position = _typical(self._recent), _typical(self._without), context.position
-        kept = max(window.step for window in self._recent) < min(window.step for window in self._without)
+        after, before, position = _median(self._recent), _median(self._before_change), context.position
+        kept = max(window.step for window in self._recent) < min(window.step for window in self._before_change)
         if kept:
             self._exhausted = []
         else:
@@ -173,23 +173,23 @@ class Adjuster:
         )
         times = f"{before.step:.3g} -> {after.step:.3g} ms per update"
         context.note(f"{change.what}: {times}, {'kept' if kept else 'undone'} at update {position.update}.")
-        self._trial, self._recent = None, self._without
+        self._trial, self._recent = None, self._before_change
         if kept or not self._queue:
-            self._settle(after if kept else before)
+            self._set_reference(after if kept else before)
         else:
-            self._look(context)
+            self._try_next(context)
 
-    def _settle(self, now: Window) -> None:
+    def _set_reference(self, now: Window) -> None:
         """Measure later slowdowns against ``now``."""
-        self.usual, self._queue = now, []
+        self.reference, self._queue = now, []
         self._recent.clear()
 
 
 def workers_change(feed: MicroBatcher, position: Position, count: int) -> Change:
     """Have ``count`` worker processes read for the :class:`~trimtab.train.data.loader.Loader`; its batches stay the same.
 
-    It is refused where the loader has no workers yet: then nothing says that its dataset can be read in another process. An
-    open file, for one, has a single position for all processes, which would silently read something else.
+    It is refused if the loader has no workers yet, because its dataset might not be readable in another process. For instance,
+    an open file has one position for all processes, which would silently read other data.
     """
     before = workers_of(feed.batches) or 0
 
@@ -210,11 +210,11 @@ def workers_change(feed: MicroBatcher, position: Position, count: int) -> Change
 
 
 def micro_batch_change(
-    feed: MicroBatcher, model: nn.Module, size: int, against: Callable[[], str | None] | None = None
+    feed: MicroBatcher, model: nn.Module, size: int, why_not_split: Callable[[], str | None] | None = None
 ) -> Change:
     """Have micro-batches of ``size`` examples; an update has as many examples as before.
 
-    It is refused where a smaller batch gives other updates: with BatchNorm, or for the reason that ``against`` returns.
+    It is refused where a smaller batch gives other updates: with BatchNorm, or for the reason that ``why_not_split`` returns.
     """
     before = feed.micro
 
@@ -224,7 +224,7 @@ def micro_batch_change(
     def why_not() -> str | None:
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
             return "BatchNorm would see other batches."
-        return None if against is None else against()
+        return None if why_not_split is None else why_not_split()
 
     return Change(f"micro-batch {before or 'whole'} -> {size}", lambda: feed.attempt(size), undo, why_not)
 
@@ -235,18 +235,18 @@ def adjuster(context: RunContext, ready: Ready) -> Adjuster:
     def data(now: Window) -> Iterator[Change]:
         count = workers_of(ready.feed.batches) or 0
         for more in sorted({max(2 * count, 2), usable_cores()}):
-            if count < more <= MOST_WORKERS:
+            if count < more <= MAX_WORKERS:
                 yield workers_change(ready.feed, context.position, more)
 
     def compute(now: Window) -> Iterator[Change]:
         feed = ready.feed
-        against = functools.partial(context.fit.memory_plan.sizer.against_parts, ready.step)
+        why_not_split = functools.partial(context.fit.memory_plan.sizer.why_not_split, ready.step)
         whole = round(now.examples / context.settings.data.accumulate)
         micro = min(feed.micro or whole, whole)
         if micro > 1:
-            yield micro_batch_change(feed, context.model, -(-micro // 2), against)
+            yield micro_batch_change(feed, context.model, -(-micro // 2), why_not_split)
         if micro < whole:
-            yield micro_batch_change(feed, context.model, min(2 * micro, whole), against)
+            yield micro_batch_change(feed, context.model, min(2 * micro, whole), why_not_split)
 
     return Adjuster({"data": data, "compute": compute}, context.settings.target_ms)
 
@@ -267,7 +267,7 @@ def _window(context: RunContext, event: Progressed) -> Window:
     return Window(average(step), average(data), average(compute), average(examples))
 
 
-def _typical(windows: Iterable[Window]) -> Window:
+def _median(windows: Iterable[Window]) -> Window:
     """The median of each value."""
     rows = zip(*(dataclasses.astuple(window) for window in windows), strict=True)
     return Window(*map(statistics.median, rows))

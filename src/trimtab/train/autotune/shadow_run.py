@@ -71,7 +71,7 @@ class ShadowRun:
             raise CompileError("The optimizer finds its own learning rate, so that no copy of the run can stand still.")
         zero_learning_rates(optimizer)
         with running(settings):
-            move = setup.laid_out(self.model, settings, context.device)
+            move = setup.apply_memory_format(self.model, settings, context.device)
             self.step = setup.step_for(settings, objective)(self.model, objective, optimizer, settings, World(), HostClock())
             if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
                 use_kernels(optimizer, settings.optimizer.implementation)

@@ -28,13 +28,13 @@ from trimtab.train.runtime.world import World
 
 Options = list[dict[str, Any]]
 """The options of each parameter group, by name."""
-_NO_OPTIONS = frozenset({"params", "param_names", learning_rates.SCALE, "foreach", "fused", "capturable", "differentiable"})
+_IGNORED = frozenset({"params", "param_names", learning_rates.SCALE, "foreach", "fused", "capturable", "differentiable"})
 """Entries of a parameter group that change no result."""
-OF_SCHEDULE = frozenset({*learning_rates.RATES, "base_momentum", "max_momentum"} - {"lr"})
+SCHEDULED_ENTRIES = frozenset({*learning_rates.RATES, "base_momentum", "max_momentum"} - {"lr"})
 """Entries of a parameter group that a scheduler writes."""
 
 
-def check_kinds(settings: object, early_stopping: object, metrics: object, ema: object, world: object) -> None:
+def check_types(settings: object, early_stopping: object, metrics: object, ema: object, world: object) -> None:
     """Check the types of the arguments of ``Trainer``, and that ``settings`` has none for inference only.
 
     Raises:
@@ -116,7 +116,7 @@ def watches_another(context: RunContext, state: Mapping[str, Any]) -> bool:
 def options_of(optimizer: Optimizer) -> Options:
     """A copy of the options of ``optimizer``, with the rates that a scheduler set for the first update."""
     groups = optimizer.param_groups
-    return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_OPTIONS} for group in groups]
+    return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _IGNORED} for group in groups]
 
 
 def difference(name: str, checkpoint: object, script: object) -> str:
@@ -156,7 +156,7 @@ def checked_override(optimizer: Optimizer, override: object) -> dict[str, Any]:
     if not isinstance(override, Mapping):
         raise UsageError(f"override is {of_type(override)}; give values by name, such as {{'lr': 3e-4}}.")
     group = optimizer.param_groups[0]
-    known = {name: group[name] for name in sorted(group.keys() - OF_SCHEDULE - _NO_OPTIONS) if _numbers(group[name])}
+    known = {name: group[name] for name in sorted(group.keys() - SCHEDULED_ENTRIES - _IGNORED) if _numbers(group[name])}
     for name, value in override.items():
         form, found = _numbers(known.get(name)), _numbers(value)
         if not form or len(found) != len(form) or not all(0 <= number < math.inf for number in found):
@@ -165,7 +165,7 @@ def checked_override(optimizer: Optimizer, override: object) -> dict[str, Any]:
     return dict(override)
 
 
-def put_override(context: RunContext, scheduler: LRScheduler | None) -> None:
+def apply_override(context: RunContext, scheduler: LRScheduler | None) -> None:
     """Write the overridden options into every parameter group.
 
     Rates that ``scheduler`` derives from the overridden rate are scaled by the same factor; a rate of 0 stays 0.
@@ -179,7 +179,7 @@ def put_override(context: RunContext, scheduler: LRScheduler | None) -> None:
             raise UsageError(f"override has {name}, which {type(scheduler).__name__} sets in each update. Leave it out.")
         was = groups[0][name]
         if name == "lr":
-            learning_rates.scale(context.optimizer, scheduler, 1.0)  # fit_batches() scales them again
+            learning_rates.scale(context.optimizer, scheduler, 1.0)  # scale_to_batches() scales them again
             rate = learning_rates.chosen(groups[0])
             was = float(groups[0][rate])
             learning_rates.multiply(context.optimizer, scheduler, [learning_rates.factor(group, value) for group in groups])

@@ -31,5 +31,5 @@ def load(context: RunContext) -> None:
             found = versioned(parts, versions(better))
     if found is None:
         raise UsageError(f"load_best() has nothing to load: the weights of no validation were kept. {KEEP}.")
-    context.shown.take_back(update=context.position.update, same=True)
-    context.shown.show(found)
+    context.eval_weights.restore_last(update=context.position.update, same=True)
+    context.eval_weights.apply(found)

@@ -64,7 +64,7 @@ def save(context: RunContext, ready: Ready) -> None:
         return
     ready.clock.enter("other")
     ready.step.check()
-    setup.settle(context)
+    setup.average_buffers(context)
     state, checkpoints = setup.state_of(context, ready), context.checkpoints
     update, figure = context.figure or (None, None)
     if update != context.position.update:  # the validation was of other parameters

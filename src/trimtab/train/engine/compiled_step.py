@@ -22,11 +22,11 @@ from trimtab.train.runtime.step_clock import Clock
 from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked
 
-_TWICE = "The loss takes gradients of gradients, or goes backward twice, and torch does neither through what is compiled."
-_BEGUN = "One update was begun twice: what its forward pass moves, such as BatchNorm's statistics, went on both times."
-WORTH_S = 120.0
+_DOUBLE = "The loss takes gradients of gradients, or goes backward twice, and torch does neither through what is compiled."
+_REPEATED = "One update was begun twice: what its forward pass moves, such as BatchNorm's statistics, went on both times."
+MIN_RUN_S = 120.0
 """With ``compile="auto"``, seconds of the run that must be left to try compilation, which takes seconds to minutes."""
-MOST_REMARKS = 4
+MAX_REMARKS = 4
 """Recompilations that are noted one by one; the last of them says that further ones are not."""
 
 
@@ -51,7 +51,7 @@ class CompiledStep(Step):
         self.plain = model
         self.failure: str | None = None
         """Why the model is not compiled."""
-        self._met: set[tuple[torch.Size, ...]] = set()
+        self._seen_shapes: set[tuple[torch.Size, ...]] = set()
         self._called = False
         asked = settings.compiler
         options: Any = None if asked.options is None else dict(asked.options)
@@ -62,7 +62,7 @@ class CompiledStep(Step):
                 raise
             why = first_line(error).partition(", known options are")[0]
             raise UsageError(f"torch.compile does not take Settings compiler.options={options}: {why}.") from error
-        compiled.register_forward_pre_hook(self._hear)
+        compiled.register_forward_pre_hook(self._record_call)
         self.model = compiled
 
     def gradients(self, batches: Sequence[Batch]) -> MicroBatchLosses:
@@ -70,7 +70,7 @@ class CompiledStep(Step):
         if self.model is self.plain:
             return super().gradients(batches)
         shapes = tuple(tensor.shape for batch in batches for tensor in tensors_of(batch))
-        before = None if shapes in self._met else ForwardState(self.plain, self.objective.module)
+        before = None if shapes in self._seen_shapes else ForwardState(self.plain, self.objective.module)
         try:
             found = super().gradients(batches)
         except RuntimeError as error:
@@ -79,20 +79,20 @@ class CompiledStep(Step):
                 raise
             self.failure = failure
         else:
-            self._met.add(shapes)
+            self._seen_shapes.add(shapes)
             if not self._called:
                 self.failure = "The loss calls methods of the model, of which only model(...) itself is compiled."
                 self.model = self.plain
             return found
         self.discard()
         if before is None:  # the loss took another path than with all earlier batches of these shapes
-            self.failure += f" {_BEGUN}"
+            self.failure += f" {_REPEATED}"
         else:
             before.restore()
         self.model = self.plain
         return super().gradients(batches)
 
-    def _hear(self, *_: object) -> None:
+    def _record_call(self, *_: object) -> None:
         """Record that the compiled model itself is called: methods of it run uncompiled."""
         self._called = True
 
@@ -103,7 +103,7 @@ class Compilation:
 
     function: str
     seconds: float
-    again: str | None
+    reason: str | None
     """Why an earlier graph did not fit; ``None`` if there was none."""
 
 
@@ -113,9 +113,9 @@ class Compilations:
     def __init__(self) -> None:
         self._last: Any = None
         if "torch._dynamo" in sys.modules:  # else nothing was compiled yet, and importing it takes a second
-            self.news()
+            self.new()
 
-    def news(self) -> list[Compilation]:
+    def new(self) -> list[Compilation]:
         """The compilations since the last call, at most torch's last 64 in order."""
         known = list(require("torch._dynamo.utils").get_compilation_metrics())
         after = next((index + 1 for index, one in enumerate(known) if one is self._last), 0)
@@ -130,17 +130,17 @@ class CompileWatch:
     """A callback that notes recompilations, and why the model could not be compiled."""
 
     def __init__(self, step: CompiledStep) -> None:
-        self.step, self.again = step, 0
+        self.step, self.recompilations = step, 0
         self._compilations, self._noted_failure = Compilations(), False
 
     def __call__(self, context: RunContext, event: Event) -> None:
         """Note what was compiled since the last event."""
         if not isinstance(event, (Progressed, Ended)) or "torch._dynamo" not in sys.modules:
             return
-        for one in self._compilations.news():
-            if one.again is not None:
-                self.again += 1
-                self._remark(context, one.again, one)
+        for one in self._compilations.new():
+            if one.reason is not None:
+                self.recompilations += 1
+                self._remark(context, one.reason, one)
         if self.step.failure is not None and not self._noted_failure:
             self._noted_failure = True
             text = f"compile is off: the model cannot be compiled. {self.step.failure}"
@@ -150,10 +150,10 @@ class CompileWatch:
     def _remark(self, context: RunContext, reason: str, one: Compilation) -> None:
         position = context.position
         text = f"{one.function} was compiled again by update {position.update} ({one.seconds:.1f} s): {reason}."
-        if self.again == MOST_REMARKS:
+        if self.recompilations == MAX_REMARKS:
             text += " Further ones are not told of. Batches of few shapes, as buckets of lengths give, are compiled once each."
             context.notes.append(text)
-        if self.again <= MOST_REMARKS:
+        if self.recompilations <= MAX_REMARKS:
             context.emit(Remarked(update=position.update, epoch=position.epoch, text=text))
 
 
@@ -162,7 +162,7 @@ def _failure(error: RuntimeError) -> str | None:
     if isinstance(error, require("torch._dynamo.exc").TorchDynamoException):
         return f"{first_line(error)}."
     words = str(error)  # torch has no error class for double backward and for a retained graph
-    return _TWICE if "support double backward" in words or "non-empty donated buffers" in words else None
+    return _DOUBLE if "support double backward" in words or "non-empty donated buffers" in words else None
 
 
 def _reason(words: Any) -> str | None:

@@ -37,9 +37,9 @@ def figures(context: RunContext, batches: Iterable[Batch]) -> dict[str, float]:
     shared = validation.checked(context, world.share(batches, "validate"))
     assert shared is not None
     step = Step(context.model, context.objective, context.optimizer, settings, world, HostClock())
-    move = setup.laid_out(context.model, settings, context.device)
-    taken_up = context.resuming is not None  # then the model holds the last update's parameters, not the average
-    with running(settings), context.shown.during() if taken_up else contextlib.nullcontext():
+    move = setup.apply_memory_format(context.model, settings, context.device)
+    resumed = context.resuming is not None  # then the model holds the last update's parameters, not the average
+    with running(settings), context.eval_weights.applied() if resumed else contextlib.nullcontext():
         found = validation.validate(context, shared, step, move, lambda: False)
     assert found is not None
     return found

@@ -75,7 +75,7 @@ def _epoch(
             break
         if update.applied and not context.fit.kept:
             context.fit.kept = True
-            setup.refuse_unkept(context, feed)
+            setup.refuse_unsavable_state(context, feed)
         if validates := context.validate_every is not None and validation_policy.due(context):
             with saving:
                 _validate_in_epoch(context, ready, meter, held_out)
@@ -141,8 +141,8 @@ def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setu
     if held_out is None:
         position.due = False
         return
-    setup.settle(context)
-    with context.shown.during():
+    setup.average_buffers(context)
+    with context.eval_weights.applied():
         context.log.current()
         with context.log.separate() as log:
             found = validation.validate(context, held_out, ready.step, ready.move, lambda: context.fit.interrupted)
@@ -181,9 +181,9 @@ def _finish(context: RunContext, ready: setup.Ready, meter: Meter, epochs: int |
     old = newest is None or newest.name != f"update-{context.position.update:08d}" or context.position.due
     if made and context.world.any(old):
         checkpoint_policy.save(context, ready)
-    setup.settle(context)
+    setup.average_buffers(context)
     context.step_state, context.loader_place = ready.step.state_dict(), epoch.position_of_loader(context, ready.feed)
-    context.shown.show(context.best_parameters)
+    context.eval_weights.apply(context.best_parameters)
     context.model.eval()
     count, what = (steps, "update") if steps is not None else (epochs, "epoch")
     done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."

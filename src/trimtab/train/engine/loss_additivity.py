@@ -54,7 +54,7 @@ class Compared:
     """Difference that rounding or random numbers explain."""
 
     @property
-    def alike(self) -> bool:
+    def additive(self) -> bool:
         """Whether splitting does not change the loss."""
         return abs(self.of_parts - self.whole) <= self.allowed
 
@@ -77,12 +77,12 @@ def compare(context: RunContext, step: Step, batch: Batch) -> Compared | None:
     if world.any(not trials or any(map(is_lazy, context.model.parameters()))):  # lazy ones are made by the first update
         return None
     try:
-        with rolled_back(context.model, loss=context.objective.module) as kept, _evaluating(context), torch.no_grad():
+        with rolled_back(context.model, loss=context.objective.module) as kept, _eager_evaluation(context), torch.no_grad():
             found = [one for parts in trials if (one := _compared(context, step, kept, *parts)) is not None]
     finally:
         world.free_gathered()
     everybody = [one for ours in world.gathered(found) for one in ours]
-    return next((one for one in everybody if not one.alike), next(iter(everybody), None))
+    return next((one for one in everybody if not one.additive), next(iter(everybody), None))
 
 
 def _trials(batch: Batch, *, few: bool) -> list[tuple[Batch, list[Batch]]]:
@@ -131,7 +131,7 @@ def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, par
 
 
 @contextlib.contextmanager
-def _evaluating(context: RunContext) -> Iterator[None]:
+def _eager_evaluation(context: RunContext) -> Iterator[None]:
     """A block with model and loss in evaluation mode; modules that the user compiled run uncompiled."""
     loss = context.objective.loss
     modules = [*context.model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]

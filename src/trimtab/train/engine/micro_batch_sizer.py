@@ -19,9 +19,9 @@ from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import first_line, out_of_memory
 
-AGAIN_AFTER = 100
+RETRY_AFTER = 100
 """Updates with the halved size before whole batches are tried again; doubled after each failure."""
-_UNTOLD = (
+_UNKNOWN_COUNT = (
     "data.micro_batch={}: batches are not taken apart of which nothing tells how many examples they have. Make the "
     "loader's smaller."
 )
@@ -36,11 +36,11 @@ class MicroBatchSizer:
     - ``DataSettings(micro_batch=4)``: the loader's batches are split into micro-batches of at most 4 examples.
     - ``DataSettings(micro_batch="auto")``: the first update searches for the fastest size that fits into memory.
     - Memory runs out: batches are halved until the update fits. No update is lost, and the size is kept for the updates that
-      follow. Whole batches are tried again after :data:`AGAIN_AFTER` updates, because one long batch may have been the reason.
+      follow. Whole batches are tried again after :data:`RETRY_AFTER` updates, because one long batch may have been the reason.
 
-    The update stays the same, because each part counts by its weight. Two things differ: BatchNorm sees smaller batches, and so
-    does a loss that compares the examples of a batch. Whether the loss is such a one is measured before trimtab splits batches.
-    Batches that the user accumulates are not asked about: they are the user's statement.
+    The update does not change, because each part counts by its weight. There are two exceptions: BatchNorm, and a loss that
+    compares the examples of a batch, see smaller batches. trimtab measures whether the loss does so before it splits batches.
+    Batches that the user accumulates are not measured.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -49,12 +49,12 @@ class MicroBatchSizer:
         """Most examples per micro-batch since memory ran out; ``None`` while whole batches fit."""
         self.compared: Compared | None = None
         """The loss of a batch against that of its parts; ``None`` if not measured, or not measurable."""
-        self._asked = self._begun = self._looked = False
+        self._measured = self._decided = self._checked = False
         self._group: Sequence[Batch] = ()
         """The batches of the last update, before they were halved."""
         self._least: int | None = None
         """The smallest size that was noted."""
-        self._wait, self._since = AGAIN_AFTER, 0
+        self._retry_after, self._since_retry = RETRY_AFTER, 0
         """Updates between two tries of whole batches, and updates since the last try."""
         self._fitted = -1
         """Elements of the largest micro-batch that fitted."""
@@ -63,20 +63,20 @@ class MicroBatchSizer:
     @property
     def changes_loss(self) -> bool:
         """Whether the loss of parts was found to differ from the loss of the whole batch."""
-        return self.compared is not None and not self.compared.alike
+        return self.compared is not None and not self.compared.additive
 
-    def ask(self, step: Step, group: Sequence[Batch]) -> bool:
-        """Measure :attr:`changes_loss` on the largest batch of ``group``, once per run; all processes must ask together."""
-        if not self._asked:
-            self._asked = True
+    def compare_loss(self, step: Step, group: Sequence[Batch]) -> bool:
+        """Measure :attr:`changes_loss` on the largest batch of ``group``, once per run; a collective operation."""
+        if not self._measured:
+            self._measured = True
             step.clock.enter("other")
             self.compared = compare(self.context, step, max(group, key=examples))
         return self.changes_loss
 
-    def against_parts(self, step: Step) -> str | None:
+    def why_not_split(self, step: Step) -> str | None:
         """Why batches like those of the last update must not be split in another way, in a sentence."""
-        alone = self.context.world.processes == 1  # several have asked in the first update, or never do
-        changes = self.ask(step, self._group) if alone and self._group else self.changes_loss
+        alone = self.context.world.processes == 1  # several have measured it in the first update, or never do
+        changes = self.compare_loss(step, self._group) if alone and self._group else self.changes_loss
         return f"other updates would come of it. {self.compared}" if changes else None
 
     def begin(self, step: Step, feed: MicroBatcher, group: Sequence[Batch]) -> Sequence[Batch]:
@@ -85,13 +85,13 @@ class MicroBatchSizer:
         Raises:
             WorkloadError: not even one example fits into memory.
         """
-        first, self._begun = not self._begun, True
+        first, self._decided = not self._decided, True
         if first:
             group = self._decide(step, feed, group)
         self._group, context = group, self.context
-        if not self._looked and self._splits(group, first=first):
-            self._looked = True
-            if self.ask(step, group) and context.settings.data.micro_batch is not None:
+        if not self._checked and self._splits(group, first=first):
+            self._checked = True
+            if self.compare_loss(step, group) and context.settings.data.micro_batch is not None:
                 context.objective.doubted = True
                 if not any(note.startswith(_APART) for note in context.notes):  # by an earlier call of fit
                     context.note(f"{_APART} {self.compared} {ADVICE}")
@@ -102,12 +102,12 @@ class MicroBatchSizer:
         context, batch = self.context, self.context.settings.data.micro_batch
         unknown = batch is not None and any(length(each) is None for each in group)
         if batch != "auto":
-            context.note_once(_UNTOLD.format(batch) if unknown else None)
+            context.note_once(_UNKNOWN_COUNT.format(batch) if unknown else None)
             return group
         whole = None if unknown else next(filter(None, map(_inseparable, group)), None)
         if context.world.any(unknown or whole is not None):
-            reason = _INSEPARABLE.format(whole) if whole else _UNTOLD.format(None)
-        elif self.ask(step, group):
+            reason = _INSEPARABLE.format(whole) if whole else _UNKNOWN_COUNT.format(None)
+        elif self.compare_loss(step, group):
             context.objective.doubted = True
             reason = _NOT_ADDITIVE.format(f"{self.compared} {ADVICE}")
         else:
@@ -119,16 +119,16 @@ class MicroBatchSizer:
         return group
 
     def _splits(self, group: Sequence[Batch], *, first: bool) -> bool:
-        """Whether trimtab splits batches; the same in all processes, which can ask each other in the first update only."""
+        """Whether trimtab splits batches; equal in all processes, which communicate about it in the first update only."""
         settings = self.context.settings
         if self.context.world.processes == 1:
             return settings.data.micro_batch is not None and len(group) > settings.data.accumulate
         return first and (settings.data.micro_batch is not None or settings.adjust)
 
     def gradients(self, step: Step, group: Sequence[Batch]) -> MicroBatchLosses:
-        """:meth:`Step.gradients` of ``group``; where memory runs out, again with micro-batches of half the size.
+        """:meth:`Step.gradients` of ``group``; if memory runs out, repeated with micro-batches of half the size.
 
-        Buffers and random generators are copied first only if a micro-batch is larger than any that fitted: elsewhere memory
+        Buffers and random generators are copied first only if a micro-batch is larger than any that fitted: otherwise memory
         hardly ever runs out, and the copies would take time.
 
         Raises:
@@ -137,7 +137,7 @@ class MicroBatchSizer:
         largest = 0
         size: int | None = None
         before: ForwardState | None = None
-        again = self.limit is not None and self._since >= self._wait
+        again = self.limit is not None and self._since_retry >= self._retry_after
         if self.limit is not None:
             largest = _largest(group)
             if not again:
@@ -188,11 +188,11 @@ class MicroBatchSizer:
     def _remember(self, size: int, largest: int, *, again: bool) -> None:
         """Keep ``size`` for the updates that follow, if batches of ``largest`` examples did not fit."""
         if again and size == largest:  # whole batches fit by now
-            self.limit, self._wait, self._since = None, AGAIN_AFTER, 0
+            self.limit, self._retry_after, self._since_retry = None, RETRY_AFTER, 0
             return
         if again:
-            self._wait, self._since = self._wait * 2, 0
-        self._since += 1
+            self._retry_after, self._since_retry = self._retry_after * 2, 0
+        self._since_retry += 1
         if size < largest:
             self.limit = size
         if size < (self._least or largest):
@@ -202,12 +202,12 @@ class MicroBatchSizer:
             )
 
     def remark(self, step: Step) -> str | None:
-        """A sentence if memory ran out in the last update; asked after the optimizer's step, because it clears gradients."""
+        """A sentence if memory ran out in the last update. Call it after the optimizer's step, because it clears gradients."""
         head, self._remark = self._remark, None
         if head is None:
             return None
-        if step.world.processes == 1:  # others need not have run out of memory, and would not ask
-            self.ask(step, parts(self._group, 2 * (self._least or 1)))  # two parts as one: it may fit without gradients
+        if step.world.processes == 1:  # others need not have run out of memory, and would not take part
+            self.compare_loss(step, parts(self._group, 2 * (self._least or 1)))  # two parts as one may fit without gradients
         if self.changes_loss:
             return f"{head}other updates than those of whole batches. {self.compared} {ADVICE}"
         if self.compared is None:

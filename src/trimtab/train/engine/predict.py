@@ -38,10 +38,10 @@ def outputs(context: RunContext, batches: Iterable[Batch], *, limit: int | None,
     settings, model = context.settings, context.model
     settings = settings.replaced({name: auto_settings.OFF[name] for name in auto_settings.undecided(settings)})
     step = Step(model, context.objective, context.optimizer, settings, context.world, HostClock())
-    move = setup.laid_out(model, settings, context.device)
+    move = setup.apply_memory_format(model, settings, context.device)
     if is_seekable(batches):
         batches.seek(0, 0)
-    shown = context.shown.during() if context.resuming is not None else contextlib.nullcontext()
+    shown = context.eval_weights.applied() if context.resuming is not None else contextlib.nullcontext()
     found: list[Any] = []
     with running(settings), shown, validation.evaluating(model):
         with _READING:
@@ -51,7 +51,7 @@ def outputs(context: RunContext, batches: Iterable[Batch], *, limit: int | None,
             inputs = moved[0] if is_pair(moved) else moved
             with step.precision(), _MODEL:
                 answer = call(model, inputs)
-            found.append(map_tensors(answer, _read_out if settings.precision.autocast is None else _widened))
+            found.append(map_tensors(answer, _to_cpu if settings.precision.autocast is None else _to_cpu_float32))
     context.world.free_gathered()
     if not found:
         raise WorkloadError("predict() got no batch. Check that the loader has data and can be gone through again.")
@@ -68,11 +68,11 @@ def _read(reading: Any) -> Iterable[Batch]:
         yield batch
 
 
-def _read_out(tensor: torch.Tensor) -> torch.Tensor:
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _to_cpu_float32(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the CPU, as float32 if autocast made it 16 bits wide: numpy has no bfloat16."""
     narrow = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.detach().cpu().float() if narrow else tensor.detach().cpu()

@@ -20,8 +20,7 @@ from trimtab._internal.validation import refuses
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
 from trimtab.tensors.memory_format import to_channels_last
-from trimtab.train.checkpoint import registered
-from trimtab.train.checkpoint import resume_conflicts as given
+from trimtab.train.checkpoint import registered, resume_conflicts
 from trimtab.train.checkpoint.checkpoints import refuse_unsavable
 from trimtab.train.data.device_prefetch import Transfer, mover, transfer_for
 from trimtab.train.data.micro_batches import MicroBatcher
@@ -34,7 +33,7 @@ from trimtab.train.engine.validation import Move
 from trimtab.train.loss import trainable_loss
 from trimtab.train.loss.adapter import LossAdapter
 from trimtab.train.optim import learning_rates, optimizer_state, schedule_state
-from trimtab.train.optim.kernels import bring_state, use_kernels
+from trimtab.train.optim.kernels import move_state, use_kernels
 from trimtab.train.optim.optimizer_dict import PAGE, OptimizerDict, kind_of, members, needs_closure, parameters_for, plateaus
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import state_dict_versions
@@ -62,7 +61,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
         UsageError: a schedule needs the number of updates, and the loader has no length.
     """
     settings, model = context.settings, context.model
-    clock, move = clock_for(context.device), laid_out(model, settings, context.device)
+    clock, move = clock_for(context.device), apply_memory_format(model, settings, context.device)
     feed = feed_for(train, settings, clock, move, transfer_for(context.device, move))
     context.world.timed(clock)
     called = context.world.wrap(model, settings, fresh=context.resuming is None and not context.position.update)
@@ -71,16 +70,16 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     )
     step.hooks = context.hooks or None
     context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
-    context.options = context.options or given.options_of(context.optimizer)
+    context.options = context.options or resume_conflicts.options_of(context.optimizer)
     if context.resuming is not None:
         context.note_once(registered.unclaimed(context, context.resuming.get("registered", {})))
-        _load_rest(context, step, context.resuming)
+        _restore_after_setup(context, step, context.resuming)
     elif context.step_state is not None:
         step.load_state_dict(context.step_state)
     if context.resuming is not None or not context.position.update:
-        given.put_override(context, context.scheduler)
-    learning_rates.fit_batches(context, context.scheduler, duration.batches_per_update(context, train))
-    refuse_unkept(context)
+        resume_conflicts.apply_override(context, context.scheduler)
+    learning_rates.scale_to_batches(context, context.scheduler, duration.batches_per_update(context, train))
+    refuse_unsavable_state(context)
     context.note_once(trainable_loss.note(context.optimizer, context.model))
     if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
         for each in members(context.optimizer):
@@ -91,14 +90,14 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     return made
 
 
-def refuse_unkept(context: RunContext, feed: MicroBatcher | None = None) -> None:
+def refuse_unsavable_state(context: RunContext, feed: MicroBatcher | None = None) -> None:
     """Check before the first checkpoint is due that it can hold the state, with ``feed`` also the loader's position.
 
     Raises:
         UsageError: a checkpoint cannot hold it.
     """
     if context.checkpoints is not None:
-        optimizer_state.refuse_left_out(context.optimizer)
+        optimizer_state.refuse_incomplete_state(context.optimizer)
         given = {"model": context.model.state_dict(), "optimizer": context.optimizer.state_dict()}
         loss = trainable_loss.state_of(context.objective.module)
         refuse_unsavable(given | {"scheduler": schedule_state.state_of(context.scheduler), "loss": loss})
@@ -115,7 +114,7 @@ def feed_for(
     return MicroBatcher(batches, data.accumulate, clock, move, micro=micro, joined=joined, exact=exact, transfer=transfer)
 
 
-def laid_out(model: nn.Module, settings: Settings, device: torch.device) -> Move:
+def apply_memory_format(model: nn.Module, settings: Settings, device: torch.device) -> Move:
     """Give ``model`` the memory format of ``settings``; returns the function that moves batches to ``device`` in it."""
     nhwc = settings.memory_format == "channels_last"
     if nhwc:
@@ -170,7 +169,7 @@ def optimizer_for(
             "give a function that makes it: optimizer=lambda parameters: torch.optim.AdamW(parameters)."
         )
     trainable_loss.refuse_several_processes(optimizer, model, processes)
-    bring_state(optimizer)
+    move_state(optimizer)
     return optimizer
 
 
@@ -288,7 +287,7 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is {of_type(model)}; give a torch.nn.Module.")
     for name, module in model.named_modules():
-        if type(module).train is not nn.Module.train and not _switches(module.train):
+        if type(module).train is not nn.Module.train and not _takes_mode(module.train):
             where = f" (model.{name})" if name else ""
             raise UsageError(
                 f"{type(module).__name__}.train{where} is a method of its own, train{inspect.signature(module.train)}, and "
@@ -297,7 +296,7 @@ def check_model(model: Any) -> None:
             )
 
 
-def _switches(train: Callable[..., Any]) -> bool:
+def _takes_mode(train: Callable[..., Any]) -> bool:
     """Whether the method ``train`` of a module takes a mode, as torch's does."""
     try:
         first = next(iter(inspect.signature(train).parameters.values()), None)
@@ -354,11 +353,11 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "modes": context.modes.state_of(),
         "kind": type(context.model).__qualname__,
         "optimizer_kind": kind_of(context.optimizer),
-        **given.state_of(context),
+        **resume_conflicts.state_of(context),
     }
 
 
-def settle(context: RunContext) -> None:
+def average_buffers(context: RunContext) -> None:
     """Give all processes the same buffers, in the model and in its moving average; all must call it together."""
     average = [] if context.ema is None else context.ema.buffers(context.model)
     context.world.average_buffers([*context.model.buffers(), *average])
@@ -384,7 +383,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
         raise UsageError(
             f"The checkpoint in {folder} was made with {state['optimizer_kind']}, not {kind}. Give that optimizer."
         )
-    missing = given.missing_groups(context, state)
+    missing = resume_conflicts.missing_groups(context, state)
     was = list(map(len, state["names"]))
     are = [len(group["params"]) for group in (*context.optimizer.param_groups, *missing)]
     if was != are:
@@ -397,31 +396,31 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> None:
     world = context.world
     for group in missing:
         context.optimizer.add_param_group(group)
-    given.restore_flags(context, state)
-    context.model.load_state_dict(_of_model(state["model"], now, state, world))
+    resume_conflicts.restore_flags(context, state)
+    context.model.load_state_dict(_shards_of(state["model"], now, state, world))
     context.note_once(trainable_loss.restore(context.objective.module, state.get("loss", {})))
     world.seed = state["seed"]
     if context.ema is not None:
         context.ema.load(context.model, state["ema"], state["ema_updates"], world.shard)
     best = state["best"]
-    context.best_parameters = None if best is None else _of_model(best, now, state, world)
+    context.best_parameters = None if best is None else _shards_of(best, now, state, world)
     vars(context.position).update(state["position"])
     context.results = dict(state["results"])
-    given.restore_best(context, state)
+    resume_conflicts.restore_best(context, state)
     registered.restore(context, state.get("registered", {}))
     if len(taken := state.get("taken", ())) == world.processes:
         context.position.batch = taken[world.index]
-    _share_anew(context, state["processes"])
-    _redecide(context, state.get("decided", {}))
+    _convert_position(context, state["processes"])
+    _restore_decisions(context, state.get("decided", {}))
 
 
-def _of_model(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], world: World) -> dict[str, Any]:
+def _shards_of(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], world: World) -> dict[str, Any]:
     """This process's part of the checkpoint's ``values``; ``now`` is the model's state dict."""
     parts = {name: world.shard(value, now[name]) for name, value in values.items()}
     return state_dict_versions.versioned(parts, state["versions"])
 
 
-def _share_anew(context: RunContext, before: int) -> None:
+def _convert_position(context: RunContext, before: int) -> None:
     """Convert the position in the epoch, in batches per process, from ``before`` processes to the number now."""
     position, now = context.position, context.world.size
     if before == now or not position.batch:
@@ -445,7 +444,7 @@ def _listed(counts: list[int]) -> str:
     return " and ".join(map(str, counts))
 
 
-def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
+def _restore_decisions(context: RunContext, decided: Mapping[str, Any]) -> None:
     """Replace ``"auto"`` by the checkpoint's choices: other choices would give other losses."""
     compiles = context.settings.compile == "auto"
     again = {
@@ -459,7 +458,7 @@ def _redecide(context: RunContext, decided: Mapping[str, Any]) -> None:
         context.note(f"{_assigned(again)}: as decided when the run began.")
 
 
-def _load_rest(context: RunContext, step: Step, state: Mapping[str, Any]) -> None:
+def _restore_after_setup(context: RunContext, step: Step, state: Mapping[str, Any]) -> None:
     """Restore optimizer state, step and schedule from a checkpoint.
 
     Raises:
@@ -473,8 +472,8 @@ def _load_rest(context: RunContext, step: Step, state: Mapping[str, Any]) -> Non
     scheduler, script = context.scheduler, context.options or []
     found = schedule_state.restore(context, state)
     context.options = state["given"]
-    skipped = {*context.override, *(() if context.scheduler is scheduler else given.OF_SCHEDULE)}
-    options = list(given.differences(state["given"], script, skipped))
+    skipped = {*context.override, *(() if context.scheduler is scheduler else resume_conflicts.SCHEDULED_ENTRIES)}
+    options = list(resume_conflicts.differences(state["given"], script, skipped))
     if found := [*found, *options]:
         fix = (
             "resume(override={'lr': ...}) overrides numbers of the optimizer." if options else "Only a new run can change that."
@@ -482,6 +481,6 @@ def _load_rest(context: RunContext, step: Step, state: Mapping[str, Any]) -> Non
         context.note_once(f"The checkpoint wins over the script: {', '.join(found)}. {fix}")
     for note in context.modes.restore(state["modes"]):
         context.note_once(note)
-    if given.watches_another(context, state):
+    if resume_conflicts.watches_another(context, state):
         for plateau in plateaus(context.scheduler):  # its best value is of another figure
             plateau.best, plateau.num_bad_epochs, plateau.cooldown_counter = plateau.mode_worse, 0, 0

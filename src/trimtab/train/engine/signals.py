@@ -27,16 +27,16 @@ def interruptible(context: RunContext) -> Iterator[None]:
     """
     _RUNNING.append(context)
     try:
-        with _caught() if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+        with _signals_handled() if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
             yield
     finally:
         _RUNNING[:] = [each for each in _RUNNING if each is not context]
 
 
 @contextlib.contextmanager
-def _caught() -> Iterator[None]:
+def _signals_handled() -> Iterator[None]:
     """A block with handlers of signals, which only the main thread may set."""
-    end = _Ending()
+    end = _StopHandler()
     for number in end.before:
         signal.signal(number, end)
     try:
@@ -45,10 +45,10 @@ def _caught() -> Iterator[None]:
         end.ended = True
         for number, handler in end.before.items():
             if number == _CHILD or signal.getsignal(number) is end:  # else a later run has set its own, and goes on
-                signal.signal(number, _lasting(number, handler))
+                signal.signal(number, _active_handler(number, handler))
 
 
-class _Ending:
+class _StopHandler:
     """The signal handler of one run."""
 
     def __init__(self) -> None:
@@ -59,18 +59,18 @@ class _Ending:
 
     def __call__(self, number: int, frame: object) -> None:
         for known, handler in self.before.items():
-            signal.signal(known, _lasting(known, handler, asked=True))
-        if _CHILD is not None and callable(telling := signal.getsignal(_CHILD)):
-            self.before[_CHILD] = telling  # torch's raises in any line if the signal also ended loader workers
+            signal.signal(known, _active_handler(known, handler, asked=True))
+        if _CHILD is not None and callable(child_handler := signal.getsignal(_CHILD)):
+            self.before[_CHILD] = child_handler  # torch's raises in any line if the signal also ended loader workers
             signal.signal(_CHILD, lambda *_: None)
         for context in list(_RUNNING):
             context.fit.interrupted = True
             context.stop(f"It was interrupted by {signal.Signals(number).name}.")
 
 
-def _lasting(number: signal.Signals, handler: Any, *, asked: bool = False) -> Any:
+def _active_handler(number: signal.Signals, handler: Any, *, asked: bool = False) -> Any:
     """``handler``; if it belongs to a run that is over, or was ``asked`` to end, the one before it. Runs end in any order."""
-    while isinstance(handler, _Ending) and (asked or handler.ended):
+    while isinstance(handler, _StopHandler) and (asked or handler.ended):
         handler = handler.before[number]
     return handler
 

@@ -84,7 +84,7 @@ def validate(
             example.
     """
     objective, world = context.objective, step.world
-    answers, objective.count_doubt = _Answers(context, world), None
+    batch_loss, objective.count_doubt = _BatchLoss(context, world), None
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     if is_seekable(batches):  # every validation sees the same batches, also after a resumption
@@ -99,7 +99,7 @@ def validate(
                     break
                 moved = move(batch)
                 with step.precision():
-                    loss, weight, outputs = answers(moved)
+                    loss, weight, outputs = batch_loss(moved)
                     if not world.counts:  # it only keeps step with processes that have more batches
                         continue
                     figures.add(outputs, moved)
@@ -118,7 +118,7 @@ def validate(
     return {"loss": float(world.mean(losses, weights, summed=objective.summed)[0]), **figures.values(world)}
 
 
-class _Answers:
+class _BatchLoss:
     """Calls model and loss for the batches of a validation, without gradients if possible.
 
     Some need gradients: a loss with a gradient penalty, or a model whose forces are derivatives of an energy. The first batch
@@ -133,7 +133,7 @@ class _Answers:
         """The loss of ``batch``, its weight, and the outputs if metrics need them."""
         with _MODEL:
             try:
-                found = self._asked(batch, bool(self._gradients))
+                found = self._forward(batch, bool(self._gradients))
             except RuntimeError as error:
                 if self._gradients is not None or _NO_GRADIENT not in str(error):
                     raise
@@ -142,18 +142,18 @@ class _Answers:
                 self._gradients = bool(self._gradients)
                 return found
             self.world.free_gathered()
-            return self._asked(batch, True)
+            return self._forward(batch, True)
 
-    def _asked(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
+    def _forward(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
         context = self.context
         with torch.set_grad_enabled(gradients):
             compute = functools.partial(context.objective.answered, context.model, batch)
             if not context.metrics or context.objective.loss is None or not context.objective.calls_model:
                 loss, weight, outputs = self.world.forward_alone(compute)
             else:
-                with _heard(context.model) as heard:
+                with _recorded_outputs(context.model) as recorded:
                     loss, weight, _ = self.world.forward_alone(compute)
-                outputs = _answers(heard, next(iter(context.metrics)))
+                outputs = _model_outputs(recorded, next(iter(context.metrics)))
         return loss.detach(), weight, map_tensors(outputs, torch.Tensor.detach) if gradients else outputs
 
 
@@ -194,7 +194,7 @@ def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
 
 
 @contextlib.contextmanager
-def _heard(model: nn.Module) -> Iterator[list[Any]]:
+def _recorded_outputs(model: nn.Module) -> Iterator[list[Any]]:
     """A block that gets a list of what ``model`` returns, for metrics where the loss calls it."""
     found: list[Any] = []
     handle = model.register_forward_hook(lambda _module, _inputs, outputs: found.append(outputs))
@@ -204,11 +204,11 @@ def _heard(model: nn.Module) -> Iterator[list[Any]]:
         handle.remove()
 
 
-def _answers(heard: list[Any], name: str) -> Any:
+def _model_outputs(recorded: list[Any], name: str) -> Any:
     """What the model returned: of several calls, as those for the parts of a pair, a list in their order."""
-    if not heard:
+    if not recorded:
         raise UsageError(
             f"The metric {name!r} needs the outputs of the model, and the loss calls its methods, which cannot be seen. Let "
             "loss(model, batch) call model(...) itself."
         )
-    return heard[0] if len(heard) == 1 else heard
+    return recorded[0] if len(recorded) == 1 else recorded

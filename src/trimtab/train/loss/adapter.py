@@ -36,7 +36,7 @@ _EITHER = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
     "other figures are for metrics=... and callbacks."
 )
-_UNTOLD = (
+_UNKNOWN_COUNT = (
     "Nothing tells how many examples a batch has, so that all batches count alike. If they are not alike, return "
     "(mean, weight) from loss(model, batch)."
 )
@@ -298,7 +298,7 @@ def examples(batch: Batch) -> int:
 def count_doubt(batch: Batch) -> str | None:
     """A sentence if :func:`examples` may be wrong for ``batch``."""
     if (count := length(batch)) is None:
-        return _UNTOLD
+        return _UNKNOWN_COUNT
     shapes = uneven(batch)
     return None if shapes is None else _UNEVEN.format(shapes, count)
 

@@ -169,11 +169,11 @@ class EvalWeights:
         self._averaged: dict[str, torch.Tensor] = {}
         """A copy of the average in the model, to detect changes by the user."""
 
-    def during(self) -> contextlib.AbstractContextManager[None]:
+    def applied(self) -> contextlib.AbstractContextManager[None]:
         """A block in which the model has the average, if there is one."""
-        return self.modes.used() if self.ema is None else self.ema.shown(self.model)
+        return self.modes.evaluating() if self.ema is None else self.ema.shown(self.model)
 
-    def show(self, best: Mapping[str, Any] | None) -> None:
+    def apply(self, best: Mapping[str, Any] | None) -> None:
         """Write the evaluation weights into the model: ``best`` if given, else the average."""
         if self.ema is not None:
             self.ema.exchange(self.model)
@@ -186,10 +186,10 @@ class EvalWeights:
         elif self._average:
             self._averaged = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
-    def take_back(self, *, update: int, same: bool) -> None:
+    def restore_last(self, *, update: int, same: bool) -> None:
         """Restore the weights of the last of ``update`` updates, before the next run.
 
-        Weights that the user has changed since :meth:`show` stay. So do the best weights if the next run has other data, that
+        Weights that the user has changed since :meth:`apply` stay. So do the best weights if the next run has other data, that
         is, if not ``same``.
         """
         best, last, average, averaged = self._best, self._last, self._average, self._averaged

@@ -31,7 +31,7 @@ def use_kernels(optimizer: Optimizer, kernels: Literal["loop", "foreach", "fused
             state["step"] = step.to(parameter.device if kernels == "fused" else "cpu")
 
 
-def bring_state(optimizer: Optimizer) -> None:
+def move_state(optimizer: Optimizer) -> None:
     """Move the state of ``optimizer`` to the devices of its parameters, which may have moved since its last update.
 
     Entries in :data:`ON_HOST` stay on the CPU, unless the kernels of their group count on the device.

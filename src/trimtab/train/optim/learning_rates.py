@@ -21,7 +21,7 @@ KEPT = ("base_lrs", "max_lrs", "_last_lr")
 """Attributes of torch's schedulers that hold one learning rate per parameter group."""
 
 
-def fit_batches(context: RunContext, scheduler: LRScheduler | None, accumulated: int) -> None:
+def scale_to_batches(context: RunContext, scheduler: LRScheduler | None, accumulated: int) -> None:
     """Scale the learning rates of the optimizer and ``scheduler`` to the number of batches per update, by ``scale_lr``.
 
     ``accumulated`` is the number of batches of one process that an update really has.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trimtab.errors import UsageError
 from trimtab.tensors.structure import map_tensors
-from trimtab.train.optim.kernels import ON_HOST, bring_state
+from trimtab.train.optim.kernels import ON_HOST, move_state
 from trimtab.train.optim.optimizer_dict import OptimizerDict
 from trimtab.train.runtime.world import World
 
@@ -56,11 +56,11 @@ class OptimizerModes:
         for each in self._switched:
             each.eval()
 
-    def used(self) -> contextlib.AbstractContextManager[None]:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """A block with the evaluation weights; the training weights are restored bit for bit."""
         return self._within(self.eval, self.train)
 
-    def trained(self) -> contextlib.AbstractContextManager[None]:
+    def training(self) -> contextlib.AbstractContextManager[None]:
         """A block with the training weights; the evaluation weights are restored bit for bit."""
         return self._within(self.train, self.eval)
 
@@ -81,7 +81,7 @@ def _has_modes(optimizer: Any) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
-def refuse_left_out(optimizer: Optimizer) -> None:
+def refuse_incomplete_state(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose ``state_dict()`` omits the state of the optimizers in it.
 
     Raises:
@@ -89,7 +89,7 @@ def refuse_left_out(optimizer: Optimizer) -> None:
     """
     if isinstance(optimizer, OptimizerDict):
         for each in optimizer.optimizers.values():
-            refuse_left_out(each)
+            refuse_incomplete_state(each)
         return
     inner = [each for each in with_inner(optimizer) if each.state and each.state is not optimizer.state]
     if inner and type(optimizer).state_dict is Optimizer.state_dict:
@@ -138,7 +138,7 @@ def load(optimizer: Optimizer, state: Any, world: World, before: Mapping[torch.T
         if cast_by_torch:
             entries: Any = optimizer.state
             entries.update({places.get(name, name): values for name, values in kept.items()})
-            bring_state(optimizer)
+            move_state(optimizer)
     for each, before_load in shared:  # torch replaces group objects, which an optimizer and one in it may share
         for group, loaded in zip(before_load, list(map(dict, each.param_groups)), strict=True):
             group.clear()
