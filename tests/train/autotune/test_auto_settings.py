@@ -183,7 +183,7 @@ def test_precision_that_changes_the_loss_is_off() -> None:
     decisions = auto_settings._Decisions(made.context, targets, None)
     decisions.make([])
     technique = PASSES["autocast"]()
-    text = decisions._timed(technique, "precision.autocast", 60.0)[1]
+    text = decisions._time_pass(technique, "precision.autocast", 60.0)[1]
     assert re.fullmatch(r"off: its loss differs by .* of what it was, and 0\.05 is allowed\.", text)
 
 

@@ -123,8 +123,8 @@ def test_a_model_that_would_wait_for_others_is_not_tried_out_alone() -> None:
     ]
     assert (made.settings.precision.autocast, made.settings.optimizer.implementation) == (None, None)
     assert flops_share(made.context, batches, 10.0) == (None, None)
-    assert shadow_run.why_not_alone(trainer(Settings(threads=1), nn.SyncBatchNorm(4)).context) is None
-    assert shadow_run.why_not_alone(trainer(Settings(threads=1), world=Two()).context) is None
+    assert shadow_run.why_no_copy(trainer(Settings(threads=1), nn.SyncBatchNorm(4)).context) is None
+    assert shadow_run.why_no_copy(trainer(Settings(threads=1), world=Two()).context) is None
 
 
 def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_float16_is_not_tried_where_communication_keeps_gradients(monkeypatch: p
     decisions.candidate = shadow_run.candidate(
         trainer(Settings(threads=1)).context, Settings(threads=1), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
     )
-    reasons = [decisions._against_trying(technique) for technique in auto_settings._techniques("precision.autocast")]
+    reasons = [decisions._why_not_timed(technique) for technique in auto_settings._techniques("precision.autocast")]
     assert "what communication leaves out for later updates would be in units of a scale that changes." in reasons
 
 
@@ -337,19 +337,19 @@ def test_code_is_judged_by_batches_of_all_sizes_and_by_what_compiling_costs() ->
         each.make([])
         assert len(each.batches) == 1
         assert options(each) == ["compile=True"]
-        each._widen()
+        each._use_all_sizes()
     assert (len(short.batches), len(decisions.batches)) == (1, 4)
     assert options(decisions) == ["compile=True", "compile=True with compiler.dynamic=True"]
     made.context.settings = made.settings.replaced({"compiler.dynamic": False})
     assert options(decisions) == ["compile=True"], "what the settings ask for stays"
 
     decisions.step_s, decisions.compile_s = 0.1, 20.0
-    slow_to_compile = decisions._paid_back(Interval(1.02, 1.01, 1.03), "it ran at 1.02x", 60.0)
+    slow_to_compile = decisions._pays_back(Interval(1.02, 1.01, 1.03), "it ran at 1.02x", 60.0)
     assert slow_to_compile == "off: it ran at 1.02x, and compiling takes 60.0 s instead of 20.0 s."
-    assert decisions._paid_back(Interval(1.0, 0.99, 1.01), "it ran at 1.00x", 5.0).startswith("on: ")
+    assert decisions._pays_back(Interval(1.0, 0.99, 1.01), "it ran at 1.00x", 5.0).startswith("on: ")
     decisions.compile_s = 0.0
-    assert decisions._paid_back(Interval(1.02, 1.01, 1.03), "it ran at 1.02x", 8.0).startswith("on: ")
-    assert "compiling takes 20.0 s and saves 9.9 s" in decisions._paid_back(Interval(1.02, 1.01, 1.03), "it ran", 20.0)
+    assert decisions._pays_back(Interval(1.02, 1.01, 1.03), "it ran at 1.02x", 8.0).startswith("on: ")
+    assert "compiling takes 20.0 s and saves 9.9 s" in decisions._pays_back(Interval(1.02, 1.01, 1.03), "it ran", 20.0)
 
 
 def test_a_precision_that_cannot_tell_the_targets_apart_is_off() -> None:

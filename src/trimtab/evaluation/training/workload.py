@@ -26,10 +26,10 @@ from trimtab.errors import CompileError, NonFiniteError, UsageError, WorkloadErr
 from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.auto_settings import OFF, shapes
-from trimtab.train.autotune.shadow_run import candidate, rounded
+from trimtab.train.autotune.shadow_run import candidate, why_too_coarse
 from trimtab.train.data.loader_position import is_seekable
 from trimtab.train.loss.adapter import Batch, examples
-from trimtab.train.loss.loss_parity import BaselineLosses, late, shaken
+from trimtab.train.loss.loss_parity import BaselineLosses, late, perturb
 from trimtab.train.runtime.torch_settings import random_state
 from trimtab.train.runtime.train_modes import DropoutOff, changed_modules, float_buffers
 from trimtab.train.runtime.world import World
@@ -125,7 +125,7 @@ class TrainingSubject:
 
         trainer = self.trainer(settings, seed, callbacks=[collect], log_every=1)
         if shake is not None:
-            shaken(trainer.model, shake)
+            perturb(trainer.model, shake)
         if still:
             trainer.context.modes = DropoutOff(trainer.model, self.statistics_modules)
         seed_all(seed)
@@ -142,11 +142,11 @@ class TrainingSubject:
             )
         return found, used_rng
 
-    def rounded(self, settings: Settings, limit: float) -> str | None:
+    def why_too_coarse(self, settings: Settings, limit: float) -> str | None:
         """Why outputs in the precision of ``settings`` cannot come close to the targets of the first batch, in a sentence."""
         trainer = self.trainer(settings, self.workload.seed)
         with user_code("The training failed"):
-            return rounded(trainer.model, trainer.context.objective, settings, self.batches[0], limit)
+            return why_too_coarse(trainer.model, trainer.context.objective, settings, self.batches[0], limit)
 
     def reference(self, *, seed: int) -> BaselineLosses:
         """The losses as written, and how much rounding alone changes them.

@@ -19,7 +19,7 @@ from trimtab.probe.inside.plan import PLAN, rank, tell
 from trimtab.probe.inside.remedies import padding
 
 SHAKE = 1e-6
-"""As :data:`trimtab.train.loss.loss_parity.SHAKE`."""
+"""As :data:`trimtab.train.loss.loss_parity.PERTURBATION`."""
 FILE = "losses.json"
 
 

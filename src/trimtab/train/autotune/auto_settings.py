@@ -22,12 +22,12 @@ from trimtab.core.technique import PASSES, Pass
 from trimtab.errors import TrimtabError
 from trimtab.measure.pairs import Progress, compare
 from trimtab.tensors.structure import tensors_of
-from trimtab.train.autotune.shadow_run import Round, ShadowRun, candidate, rounded, seconds_of, why_not_alone
+from trimtab.train.autotune.shadow_run import Round, ShadowRun, candidate, seconds_of, why_no_copy, why_too_coarse
 from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.peek import first_batches, kept_random
 from trimtab.train.engine.compiled_step import MIN_RUN_S, CompiledStep
 from trimtab.train.loss.adapter import Batch
-from trimtab.train.loss.loss_parity import LOSSY, SHAKE, BaselineLosses, gradients_differ, parity, rounding
+from trimtab.train.loss.loss_parity import LOSSY, PERTURBATION, BaselineLosses, gradients_differ, parity, rounding
 from trimtab.train.optim.kernels import why_not
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.memory_errors import first_line, out_of_memory
@@ -49,9 +49,9 @@ GROUPS = 4
 SECONDS, EARLY_SHARE, SHARE = 5.0, 0.1, 0.03
 """All decisions together, except that on compilation, take 5 s or 10% of the run, whichever is less, but 3% of it if that is
 more."""
-FEWEST_ROUNDS = 16
+MIN_ROUNDS = 16
 """Fewest rounds of each side in a comparison: two turns of four, and as many to warm up."""
-MOST_ROUNDS = 64
+MAX_ROUNDS = 64
 """A comparison takes no longer than this many rounds or :data:`SECONDS`, whichever is more."""
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 """What torch raises where a technique does not fit a model, an optimizer or a processor."""
@@ -85,7 +85,7 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
         return train
     before = context.settings
     context.settings = before.replaced({name: OFF[name] for name in fields})
-    if reason := why_not_alone(context):
+    if reason := why_no_copy(context):
         context.note(f"{', '.join(fields)} stay off: {reason}.")
         return train
     batches, train = first_batches(train, GROUPS * before.data.accumulate)
@@ -110,7 +110,7 @@ class _Decisions:
     """
 
     def __init__(self, context: RunContext, batches: Sequence[Batch], updates: int | None) -> None:
-        self.context, self.batches, self.read = context, batches, batches
+        self.context, self.batches, self.all_batches = context, batches, batches
         self.updates = None if updates is None else updates - context.position.update
         self.best: ShadowRun | None = None
         self.candidate: Candidate | None = None
@@ -118,9 +118,9 @@ class _Decisions:
         """Fields that are not decided because the user ended the run."""
         self.compile_s = 0.0
         """Seconds in which the best run so far was compiled; 0 if it is not compiled."""
-        self.offered = 0.0, 1.0
+        self.last_timed = 0.0, 1.0
         """Seconds in which the run timed last was compiled, and its speed-up."""
-        self.mixed = False
+        self.mixed_sizes = False
         """Whether rounds have batches of several sizes, in any process."""
         self.step_s = self.round_s = 0.0
         """Seconds of an update of the best run so far, and of a round, which has one update from each group of batches."""
@@ -131,7 +131,7 @@ class _Decisions:
         try:
             self.candidate = candidate(context, context.settings, self.batches[0])
             self.best = ShadowRun(context, context.settings, self.batches)
-            self._settle(self.best)
+            self._measure_update(self.best)
             options = self._options(fields)
         except (TrimtabError, *_FAILURES) as error:
             failure = f"{first_line(error)}."
@@ -139,17 +139,17 @@ class _Decisions:
             context.note(f"{', '.join(fields)} cannot be measured and stay off. {failure or 'Another process failed.'}")
             return ()
         tried = sum(reason is None for name, found in options.items() for _, reason in found if name != "compile")
-        seconds = min(self._seconds() / max(tried, 1), max(SECONDS, MOST_ROUNDS * self.round_s))
+        seconds = min(self._time_budget() / max(tried, 1), max(SECONDS, MAX_ROUNDS * self.round_s))
         precision = context.settings.precision.autocast
         for index, name in enumerate(fields):
             if name == "compile":
-                self._widen()
+                self._use_all_sizes()
             if name == "compile" or precision != context.settings.precision.autocast:  # some kernels take 16 bits only
                 precision = context.settings.precision.autocast
                 options |= self._options(fields[index:])
             results: dict[str, list[str]] = {}
             for technique, reason in options[name]:
-                option, result = self._decided(technique, reason, seconds)
+                option, result = self._decide(technique, reason, seconds)
                 results.setdefault(result, []).append(option)
             for result, found in results.items():
                 shown = [name] if len(results) == 1 < len(found) else found
@@ -161,7 +161,7 @@ class _Decisions:
         assert self.candidate is not None
         self.candidate = self.candidate.with_settings({"precision.autocast": self.context.settings.precision.autocast})
         fitting = {name: [each for each in _techniques(name) if self._fits(each)] for name in fields}
-        return {name: [(each, self._against_trying(each)) for each in found] for name, found in fitting.items()}
+        return {name: [(each, self._why_not_timed(each)) for each in found] for name, found in fitting.items()}
 
     def _fits(self, technique: Pass) -> bool:
         """Whether ``technique`` can be of use: code for all sizes only if sizes differ, timed kernels only on a GPU.
@@ -169,14 +169,14 @@ class _Decisions:
         What the settings ask for of either stays as it is.
         """
         asked, compiler = self._changes(technique), self.context.settings.compiler
-        sizes = asked.get("compiler.dynamic") and not (self.mixed and compiler.dynamic is None)
+        sizes = asked.get("compiler.dynamic") and not (self.mixed_sizes and compiler.dynamic is None)
         kernels = asked.get("compiler.mode") and not (compiler.mode is None and compiler.options is None)
         return not (sizes or kernels or (asked.get("compiler.mode") and self.context.device.type == "cpu"))
 
-    def _against_trying(self, technique: Pass) -> str | None:
+    def _why_not_timed(self, technique: Pass) -> str | None:
         """Why ``technique`` need not be timed, as a clause or a sentence; ``None`` if it must be."""
         assert self.candidate is not None
-        field, value = self._set_by(technique)
+        field, value = self._field_and_value(technique)
         if value == "float16" and self.context.device.type == "cpu":
             return "float16 pays on GPUs only; bfloat16 is the one that some CPUs multiply."
         if value == "float16" and self.context.world.size > 1 and self.context.settings.distributed.communication == "powersgd":
@@ -189,7 +189,7 @@ class _Decisions:
             return f"the {self.updates} updates take about {left:.0f} s, too little to pay back what compiling costs."
         return technique.blocked(self.candidate)
 
-    def _set_by(self, technique: Pass) -> tuple[str, Any]:
+    def _field_and_value(self, technique: Pass) -> tuple[str, Any]:
         """The field that ``technique`` sets, and the value that it sets."""
         assert self.candidate is not None
         (field,) = technique.sets & OFF.keys()
@@ -202,22 +202,22 @@ class _Decisions:
     def _changes(self, technique: Pass) -> dict[str, Any]:
         """The field that ``technique`` decides, and the others that it sets to another value than their default."""
         assert self.candidate is not None
-        field, value = self._set_by(technique)
+        field, value = self._field_and_value(technique)
         made, default = technique.apply(self.candidate).settings, Settings()
         more = {name: made.value(name) for name in sorted(technique.sets - {field})}
         return {field: value} | {name: value for name, value in more.items() if value != default.value(name)}
 
-    def _decided(self, technique: Pass, reason: str | None, seconds: float) -> tuple[str, str]:
+    def _decide(self, technique: Pass, reason: str | None, seconds: float) -> tuple[str, str]:
         """Time ``technique``, and keep it if it pays in every process.
 
         Returns:
             The option, such as ``optimizer='fused'``, and the result: ``on: ...`` or ``off: ...``, with the reason.
         """
-        field, _ = self._set_by(technique)
+        field, _ = self._field_and_value(technique)
         faster, result = None, f"off: {reason}"
         if reason is None:
             try:
-                faster, result = self._timed(technique, field, seconds)
+                faster, result = self._time_pass(technique, field, seconds)
             except _InterruptedError:
                 self.interrupted.add(field)
                 result = "off: the run was interrupted before it was measured."
@@ -228,7 +228,7 @@ class _Decisions:
         if not self.context.world.any(faster is None):  # each process asks exactly once
             assert faster is not None
             self.best, self.context.settings = faster, faster.settings
-            compile_s, speedup = self.offered
+            compile_s, speedup = self.last_timed
             self.step_s, self.round_s = self.step_s / speedup, self.round_s / speedup
             self.compile_s = compile_s if field == "compile" else self.compile_s
         elif faster is not None:
@@ -237,7 +237,7 @@ class _Decisions:
             gc.collect()  # recomputed modules are in reference cycles
         return self._option(technique), result
 
-    def _settle(self, run: ShadowRun) -> None:
+    def _measure_update(self, run: ShadowRun) -> None:
         """Measure the seconds of an update; a round has one update where batches are alike or updates slow, else several."""
         accumulate, batches, move = self.context.settings.data.accumulate, self.batches, mover(self.context.device)
         # On a GPU the batches are moved beforehand: a run copies them while it computes.
@@ -245,36 +245,36 @@ class _Decisions:
         _, self.step_s = seconds_of(run)
         self.round_s, groups = self.step_s, -(-len(batches) // accumulate)
         alike = len(shapes(batches)) == 1
-        if alike or groups * self.step_s > SECONDS / 40 or FEWEST_ROUNDS * self.step_s > self._seconds():
+        if alike or groups * self.step_s > SECONDS / 40 or MIN_ROUNDS * self.step_s > self._time_budget():
             return
         self.batches = run.feed.batches = [move(batch) for batch in batches]
         _, self.round_s = seconds_of(run)
         self.step_s = self.round_s / groups
 
-    def _widen(self) -> None:
+    def _use_all_sizes(self) -> None:
         """Have rounds with all batches that were read if these differ in size, because code is compiled for each size.
 
         Not if the fewest rounds would then take too large a share of the run. All processes do the same.
         """
         assert self.best is not None
-        world, groups = self.context.world, -(-len(self.read) // self.context.settings.data.accumulate)
-        differ = world.any(len(shapes(self.read)) > 1)
-        if world.any(self.updates is None or FEWEST_ROUNDS * groups > EARLY_SHARE * self.updates) or not differ:
+        world, groups = self.context.world, -(-len(self.all_batches) // self.context.settings.data.accumulate)
+        differ = world.any(len(shapes(self.all_batches)) > 1)
+        if world.any(self.updates is None or MIN_ROUNDS * groups > EARLY_SHARE * self.updates) or not differ:
             return
-        self.mixed, move = True, mover(self.context.device)
-        if len(self.batches) < len(self.read):
+        self.mixed_sizes, move = True, mover(self.context.device)
+        if len(self.batches) < len(self.all_batches):
             with contextlib.suppress(torch.OutOfMemoryError):  # then the first size alone is judged
-                self.batches = self.best.feed.batches = [move(batch) for batch in self.read]
+                self.batches = self.best.feed.batches = [move(batch) for batch in self.all_batches]
                 self.round_s = groups * self.step_s
 
-    def _seconds(self) -> float:
+    def _time_budget(self) -> float:
         """Most seconds for all comparisons together."""
         if self.updates is None:
             return SECONDS
         run_s = self.updates * self.step_s
         return max(min(SECONDS, EARLY_SHARE * run_s), SHARE * run_s)
 
-    def _timed(self, technique: Pass, field: str, seconds: float) -> tuple[ShadowRun | None, str]:
+    def _time_pass(self, technique: Pass, field: str, seconds: float) -> tuple[ShadowRun | None, str]:
         """Time ``technique``, which decides ``field``, for at most ``seconds``.
 
         Returns:
@@ -285,7 +285,7 @@ class _Decisions:
         """
         if self.context.ending:
             raise _InterruptedError
-        if field != "compile" and (needed := FEWEST_ROUNDS * self.round_s) > seconds:
+        if field != "compile" and (needed := MIN_ROUNDS * self.round_s) > seconds:
             length = "this run" if self.updates is None else f"a run of about {self.updates * self.step_s:.0f} s"
             return None, f"off: measuring it would take {needed:.1f} s, which is too much for {length}."
         other = ShadowRun(self.context, self.context.settings.replaced(self._changes(technique)), self.batches)
@@ -298,16 +298,16 @@ class _Decisions:
         times = f"it ran at {ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
         if ratio.doubtful:
             return None, "off: the machine was too busy to tell."
-        self.offered = first_s - later_s, ratio.value
+        self.last_timed = first_s - later_s, ratio.value
         if field == "compile" and self.updates is not None:
-            result = self._paid_back(ratio, times, first_s - later_s)
+            result = self._pays_back(ratio, times, first_s - later_s)
         elif ratio.low > 1:
             result = f"on: {times}."
         else:
             result = _not_faster(ratio, times)
         return other if result.startswith("on") else None, result
 
-    def _paid_back(self, ratio: Interval, times: str, compile_s: float) -> str:
+    def _pays_back(self, ratio: Interval, times: str, compile_s: float) -> str:
         """Whether a run that is compiled in ``compile_s`` seconds costs less than the best run so far, compilation included:
         ``on: ...`` or ``off: ...``, with the reason. ``ratio`` is its speed-up, and ``times`` that in words."""
         assert self.updates is not None
@@ -329,7 +329,7 @@ class _Decisions:
         Losses that differ are compared again without dropout, whose random numbers fall differently in another layout.
         """
         assert self.best is not None
-        if not exact and (coarse := rounded(other.model, other.step.objective, other.settings, self.batches[0], LOSSY)):
+        if not exact and (coarse := why_too_coarse(other.model, other.step.objective, other.settings, self.batches[0], LOSSY)):
             return coarse
         with contextlib.ExitStack() as blocks:
             if self._losses_differ(want := self._rounds(other, exact), exact=exact):
@@ -348,7 +348,7 @@ class _Decisions:
         assert self.best is not None
         first = noisy = self.best.reset_round()
         if exact:
-            with self.best.with_noise(max(SHAKE, rounding(other.model, other.settings))):
+            with self.best.with_noise(max(PERTURBATION, rounding(other.model, other.settings))):
                 noisy = self.best.reset_round()
         return first, noisy, other.reset_round()
 
@@ -356,8 +356,8 @@ class _Decisions:
     def _losses_differ(rounds: tuple[Round, Round, Round], *, exact: bool) -> str | None:
         first, noisy, found = rounds
         result = parity(BaselineLosses.of(first.losses, [noisy.losses]), found.losses, exact=exact)
-        if result.reason is None and not exact and (apart := result.max_relative or 0.0) > LOSSY:
-            return f"Its loss differs by {apart:.2g} of what it was, and {LOSSY:g} is allowed."
+        if result.reason is None and not exact and (difference := result.max_relative or 0.0) > LOSSY:
+            return f"Its loss differs by {difference:.2g} of what it was, and {LOSSY:g} is allowed."
         return result.reason
 
     def _ratio(self, other: ShadowRun, seconds: float) -> Interval:

@@ -1,7 +1,7 @@
 """Find the micro-batch size with the highest training throughput (examples/s) that fits in memory.
 
 The largest size need not be the fastest: once the cores or the GPU are busy, larger batches only leave the caches. So sizes are
-timed on real updates, in turns. Parameters, optimizer state, buffers and random generators are copied before and put back.
+timed on real updates, in turns. Parameters, optimizer state, buffers and random generators are copied and restored.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ TIE = 0.02
 """Sizes whose throughput differs by a smaller fraction count as equally fast."""
 _CLOSE, _FINALISTS = 0.15, 3
 """Sizes within this fraction of the fastest are timed again, and at least so many."""
-_PATIENCE, _FIRST_LOOK = 2, 3
-"""Sizes in a row without an improvement after which the sweep ends, and timings of each, of which the best counts."""
-_SHARE = 0.8
+_PATIENCE, _SWEEP_TIMINGS = 2, 3
+"""Sizes in a row without an improvement after which the sweep ends; timings of each size, of which the best counts."""
+_RAM_SHARE = 0.8
 """Fraction of the host's free memory that the search may use."""
 _ROUNDS = 15
 """Most timings per finalist."""
-_EARLY, _LEAST = 0.1, 8
+_MAX_SHARE, _MIN_SAMPLES = 0.1, 8
 """A search takes at most this fraction of the run; it does not begin if that is less than so many samples or updates."""
 _SAMPLE_S = 0.03
-"""Seconds per sample: shorter ones are at the mercy of the scheduler where other processes want the same cores."""
+"""Seconds per sample: shorter samples depend on the scheduler if other processes use the same cores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,11 +121,11 @@ def find_batch(
     for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
         positive(1 if value is None else value, f"find_batch {name}")
     context = trainer.context
-    drawn, load_s = _drawn(batches, largest)
+    drawn, load_s = _read_batches(batches, largest)
     own, world = sum(examples(batch) for batch in drawn), context.world
     count, load_s = min(world.gathered(own)), world.average(load_s / own)  # seconds per example; processes try the same sizes
     pool = join(drawn)
-    beside = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"  # loading overlaps with updates
+    overlaps = bool(getattr(batches, "num_workers", 0)) or context.device.type == "cuda"
     called = world.wrap(context.model, context.settings, fresh=False)
     move = setup.apply_memory_format(context.model, context.settings, context.device)
     step = Step(called, context.objective, context.optimizer, context.settings, world, HostClock())
@@ -140,7 +140,7 @@ def find_batch(
     finally:
         for module, training in was.items():
             module.training = training
-    tried = tuple(entry.tried(load_s, beside=beside) for entry in entries)
+    tried = tuple(entry.record(load_s, overlaps=overlaps) for entry in entries)
     return Found(size=_fastest(tried, smallest=True), tried=tried, loader_examples_per_s=1 / load_s if load_s else None)
 
 
@@ -159,7 +159,7 @@ def search_micro_batch(context: RunContext, step: Step, group: Sequence[Batch], 
     sizes = [max(whole >> power, 1) for power in range(max(whole, 1).bit_length())]
     search = _Search(context, step, None, 5.0, updates)
     candidates = ((size, parts(group, size)) for size in sizes)
-    tried = tuple(entry.tried(0.0) for entry in search.run(candidates, same_update=True))
+    tried = tuple(entry.record(0.0) for entry in search.run(candidates, same_update=True))
     size = _fastest(tried, smallest=False)
     context.settings = context.settings.replaced({"data.micro_batch": size})
     context.decided["data.micro_batch"] = size
@@ -197,13 +197,13 @@ class _Entry:
         """Examples per second, by the best timing so far."""
         return self.examples / min(self.seconds)
 
-    def tried(self, load_s: float, *, beside: bool = False) -> Tried:
-        """The public record. Loading takes ``load_s`` per example: before the update, or during it if ``beside``."""
+    def record(self, load_s: float, *, overlaps: bool = False) -> Tried:
+        """The result for the user. Loading takes ``load_s`` per example: before the update, or during it if it ``overlaps``."""
         peak = None if self.peak is None else self.peak / 1e6
         if self.reason:
             return Tried(size=self.size, peak_mb=peak, reason=self.reason)
         count = self.examples
-        times = [max(one, load_s * count) if beside else one + load_s * count for one in self.seconds]
+        times = [max(one, load_s * count) if overlaps else one + load_s * count for one in self.seconds]
         rate = median_interval([count / one for one in times])
         return Tried(size=self.size, rate=rate, peak_mb=peak, finalist=self.finalist)
 
@@ -260,7 +260,7 @@ class _Search:
         for size, group in candidates:
             growing = bool(entries) and size > entries[-1].size
             entry = _Entry(size, group, self.world.average(float(sum(map(examples, group)))))
-            entry.reason = self._agreed(self._beyond(entries[-1], size) if growing else "") or self._attempt(entry)
+            entry.reason = self._agreed(self._exceeds_memory(entries[-1], size) if growing else "") or self._attempt(entry)
             entries.append(entry)
             if entry.reason:
                 if growing:  # what is larger will not fit either
@@ -277,13 +277,13 @@ class _Search:
 
     def _attempt(self, entry: _Entry) -> str:
         """Run ``entry`` for the first time; the reason why it cannot run, or "", the same in all processes."""
-        reason = self._tried(self._fit, entry) or self._tried(self._first_times, entry)  # all processes make updates together
+        reason = self._guarded(self._fit, entry) or self._guarded(self._first_times, entry)  # processes make updates together
         if reason:
             self.step.discard()
             torch.cuda.empty_cache()  # does nothing where there is no GPU
         return reason
 
-    def _tried(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
+    def _guarded(self, action: Callable[[_Entry], str], entry: _Entry) -> str:
         """The reason that ``action`` returns, or that it ran out of memory, or that BatchNorm refuses one example."""
         try:
             reason = action(entry)
@@ -295,9 +295,9 @@ class _Search:
 
     def _first_times(self, entry: _Entry) -> str:
         first = self._time(entry)
-        run_s = math.inf if self.updates is None else self.updates * first
-        self.seconds, self.short = min(self.seconds, _EARLY * run_s), _EARLY * run_s < _LEAST * max(first, _SAMPLE_S)
-        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(_FIRST_LOOK)]
+        limit_s = math.inf if self.updates is None else _MAX_SHARE * (self.updates * first)
+        self.seconds, self.short = min(self.seconds, limit_s), limit_s < _MIN_SAMPLES * max(first, _SAMPLE_S)
+        entry.seconds += [first] if self.short else [self._time(entry) for _ in range(_SWEEP_TIMINGS)]
         return ""
 
     def _agreed(self, reason: str, others: str = "it does not fit into the memory of another process") -> str:
@@ -315,17 +315,17 @@ class _Search:
                 return str(error).partition(". ")[0]
             entry.peak = entry.plan.peak
         else:
-            with looked_at(self.step):
+            with discarding_gradients(self.step):
                 entry.peak = peak_activations(lambda: backward(self.step, batch), context.model.parameters(), context.device)
             self.step.discard()
         limit = self.limit
         return "" if limit is None or entry.peak <= limit else f"it takes {entry.peak / 1e6:,.1f} MB of {limit / 1e6:g} allowed"
 
-    def _beyond(self, before: _Entry, size: int) -> str:
-        """Why ``size`` must not be tried: a host that runs out of memory kills the process instead of raising."""
+    def _exceeds_memory(self, before: _Entry, size: int) -> str:
+        """Why ``size`` must not be tried, or "": a host that runs out of memory kills the process instead of raising."""
         expected = (before.peak or 0.0) * size / before.size
         free = 1e6 * free_mb() if self.context.device.type == "cpu" else math.inf
-        return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _SHARE else ""
+        return f"it would take about {expected / 1e6:,.0f} MB of {free / 1e6:,.0f} free" if expected > free * _RAM_SHARE else ""
 
     def _time(self, entry: _Entry) -> float:
         """Seconds per update, the mean over all processes."""
@@ -356,14 +356,14 @@ def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, devic
             plain = getattr(step.model, "_orig_mod", step.model)
             return step.world.forward_alone(lambda: step.objective(plain, batch))[0]
 
-    with looked_at(step):
-        return choose(model, loss, budget_mb * 1e6, device, beside=step.objective.module, world=step.world)
+    with discarding_gradients(step):
+        return choose(model, loss, budget_mb * 1e6, device, loss=step.objective.module, world=step.world)
 
 
-def looked_at(step: Step) -> contextlib.AbstractContextManager[object]:
+def discarding_gradients(step: Step) -> contextlib.AbstractContextManager[object]:
     """A block for backward passes whose gradients are discarded: processes do not exchange them.
 
-    With FSDP they do, because FSDP keeps gradients that were not exchanged for the next update, out of reach.
+    With FSDP they do, because FSDP adds gradients that were not exchanged to those of the next update.
     """
     return step.world.exchanging(now=step.settings.distributed.sharding != "replicate")
 
@@ -375,7 +375,7 @@ def backward(step: Step, batch: Batch) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _drawn(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
+def _read_batches(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
     """Batches with ``largest`` examples in all, by default 16 batches, and the seconds that the loader took."""
     begun, drawn, count = time.perf_counter(), list[Batch](), 0
     with untouched(batches) as peeked:

@@ -17,7 +17,7 @@ from trimtab.core.technique import require
 from trimtab.errors import CompileError, NonFiniteError, StorageError, UsageError, WorkloadError
 from trimtab.train.autotune import auto_settings
 from trimtab.train.autotune.batch_size import HasContext
-from trimtab.train.autotune.shadow_run import copies, why_not_alone
+from trimtab.train.autotune.shadow_run import copies, why_no_copy
 from trimtab.train.data.micro_batches import check_loader
 from trimtab.train.data.peek import kept_random, untouched
 from trimtab.train.engine import setup
@@ -130,7 +130,7 @@ def find_lr(
             f"find_lr goes from {lowest:g} to {highest:g} in {updates} updates; give at least 10, and a higher end."
         )
     context = trainer.context
-    if context.world.processes > 1 or why_not_alone(context):
+    if context.world.processes > 1 or why_no_copy(context):
         raise UsageError(
             "find_lr trains a copy in one process. Call it in a script of its own, and give the rate that it finds."
         )

@@ -23,7 +23,7 @@ from trimtab.train.data.device_prefetch import mover
 from trimtab.train.data.peek import kept_random
 from trimtab.train.engine import setup
 from trimtab.train.loss.adapter import Batch, LossAdapter
-from trimtab.train.loss.loss_parity import shaken, too_coarse
+from trimtab.train.loss.loss_parity import perturb, too_coarse
 from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.snapshots import Snapshot, forward_snapshot, zero_learning_rates
@@ -76,10 +76,10 @@ class ShadowRun:
             if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
                 use_kernels(optimizer, settings.optimizer.implementation)
             self.feed = setup.feed_for(batches, settings, HostClock(), move)
-            self._keep_budget(context.device)
+            self._apply_budget(context.device)
         self._initial = forward_snapshot(self.model, objective.module)
 
-    def _keep_budget(self, device: torch.device) -> None:
+    def _apply_budget(self, device: torch.device) -> None:
         """Recompute activations as the run will, by the largest of the batches."""
         budget = self.settings.memory.activation_mb
         if budget is None:
@@ -133,7 +133,7 @@ class ShadowRun:
     def with_noise(self, size: float) -> Iterator[None]:
         """A block in which noise of relative size ``size`` is added to the parameters."""
         kept = Snapshot(self.model.parameters())
-        shaken(self.model, 0, size)
+        perturb(self.model, 0, size)
         try:
             yield
         finally:
@@ -190,7 +190,7 @@ def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidat
     return made.with_settings({name: settings.value(name) for name in ("device", "threads", "precision.autocast")})
 
 
-def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch: Batch, limit: float) -> str | None:
+def why_too_coarse(model: nn.Module, objective: LossAdapter, settings: Settings, batch: Batch, limit: float) -> str | None:
     """Why outputs in the precision of ``settings`` cannot come close to the targets in ``batch``; see :func:`too_coarse`.
 
     ``model`` makes one forward pass, which may change its buffers: give a copy.
@@ -204,7 +204,7 @@ def rounded(model: nn.Module, objective: LossAdapter, settings: Settings, batch:
     return too_coarse(outputs.detach() if isinstance(outputs, torch.Tensor) else outputs, moved[1], dtype, limit)
 
 
-def why_not_alone(context: RunContext) -> str | None:
+def why_no_copy(context: RunContext) -> str | None:
     """Why a copy of the model cannot run in one process of several, as a clause; ``None`` if it can."""
     if any(hasattr(parameter, "to_local") for parameter in context.model.parameters()):  # DTensor: each process has a shard
         return "a model that is spread over processes cannot be tried out on copies"

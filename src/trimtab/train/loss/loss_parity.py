@@ -20,7 +20,7 @@ ROUNDING = 1e-4
 """Relative difference of two losses that rounding explains in any model, as of a sum in another order."""
 MARGIN = 10.0
 """An exact run may differ from the baseline by this many times the difference of the perturbed runs."""
-SHAKE = 1e-6
+PERTURBATION = 1e-6
 """Size of the perturbation of parameters, relative to each value: some units in the last place of a float32."""
 LATE = 4
 """A lossy run is judged by the last ``1 / LATE`` of its updates."""
@@ -55,9 +55,9 @@ class BaselineLosses:
     training is as good."""
 
     @classmethod
-    def of(cls, losses: Sequence[float], shaken: Sequence[Sequence[float]]) -> BaselineLosses:
-        """From the losses as written, and those of the runs ``shaken``, whose parameters were perturbed."""
-        gaps = [max((_gap(other[i], loss) for other in shaken), default=0.0) for i, loss in enumerate(losses)]
+    def of(cls, losses: Sequence[float], perturbed: Sequence[Sequence[float]]) -> BaselineLosses:
+        """From the losses as written, and those of runs whose parameters were ``perturbed``."""
+        gaps = [max((_difference(other[i], loss) for other in perturbed), default=0.0) for i, loss in enumerate(losses)]
         reach = itertools.accumulate(gaps, max)
         sizes = [abs(loss) if math.isfinite(loss) else 0.0 for loss in losses]
         return cls(
@@ -88,7 +88,7 @@ def parity(written: BaselineLosses, losses: Sequence[float], *, exact: bool, sti
         still: both runs had dropout and the like off.
     """
     pairs = list(zip(losses, written.losses, strict=True))
-    gaps = [_gap(ours, theirs) for ours, theirs in pairs]
+    gaps = [_difference(ours, theirs) for ours, theirs in pairs]
     far = [i for i, (gap, allowed) in enumerate(zip(gaps, written.tolerance, strict=True)) if gap > allowed]
     broken = next((i for i, (ours, theirs) in enumerate(pairs) if math.isfinite(theirs) and not math.isfinite(ours)), None)
     reason = None
@@ -186,7 +186,7 @@ def rounding(model: nn.Module, settings: Settings) -> float:
 
 
 @torch.no_grad()
-def shaken(model: nn.Module, seed: int, size: float = SHAKE) -> None:
+def perturb(model: nn.Module, seed: int, size: float = PERTURBATION) -> None:
     """Perturb the trained parameters of ``model`` in place, by normal noise of ``size`` relative to each value."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -195,7 +195,7 @@ def shaken(model: nn.Module, seed: int, size: float = SHAKE) -> None:
             parameter.mul_(1 + size * noise.to(parameter.device, parameter.dtype))
 
 
-def _gap(one: float, other: float) -> float:
+def _difference(one: float, other: float) -> float:
     """The absolute difference of two losses: 0 if neither is finite, infinite if one is not."""
     if math.isfinite(one) and math.isfinite(other):
         return abs(one - other)

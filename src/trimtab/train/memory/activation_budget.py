@@ -61,7 +61,7 @@ def choose(
     budget: float,
     device: torch.device,
     *,
-    beside: nn.Module | None = None,
+    loss: nn.Module | None = None,
     world: World | None = None,
 ) -> Verified:
     """The cheapest plan found whose measured peak is at most ``budget`` bytes.
@@ -70,7 +70,7 @@ def choose(
 
     Args:
         forward: computes the loss of the batch that the budget is meant for.
-        beside: the loss, if it is a module.
+        loss: the loss, if it is a module.
         world: the processes that train together. All run the plans of rank 0.
 
     Raises:
@@ -80,7 +80,7 @@ def choose(
     """
     world = world or World()
     failed: BaseException | None = None
-    with rolled_back(model, loss=beside) as kept:
+    with rolled_back(model, loss=loss) as kept:
         try:
             traced = trace(model, forward, device)
         except (RuntimeError, MemoryError) as error:
@@ -93,7 +93,7 @@ def choose(
         plans = front(model, traced)
         if world.processes > 1:
             plans = _plans_of_rank_0(model, plans, world)
-        search = _Search(model, forward, device, plans, changing, budget, world, beside)
+        search = _Search(model, forward, device, plans, changing, budget, world, loss)
         index = search.run()
         if index is None:
             raise UsageError(_impossible(budget, search.peaks.values(), _names(model, traced.changeable)))
@@ -126,7 +126,7 @@ class _Search:
     changing: Sequence[torch.Tensor]
     budget: float
     world: World
-    beside: nn.Module | None
+    loss: nn.Module | None
     peaks: dict[int, float] = dataclasses.field(default_factory=dict)
     """Bytes measured, by the index of the plan; infinite where memory ran out."""
 
@@ -164,7 +164,7 @@ class _Search:
         """A block in which ``modules`` are recomputed, and after which the model is as before."""
         recomputed = Recomputed(modules, self.changing)
         try:
-            with rolled_back(self.model, loss=self.beside):
+            with rolled_back(self.model, loss=self.loss):
                 yield
         finally:
             recomputed.undo()

@@ -12,7 +12,7 @@ from trimtab.hardware.environment import Environment, known_peaks
 from trimtab.hardware.peaks import Peaks
 from trimtab.measure.flops import count_flops
 from trimtab.tensors.precision import tf32_allowed
-from trimtab.train.autotune.shadow_run import copies, why_not_alone
+from trimtab.train.autotune.shadow_run import copies, why_no_copy
 from trimtab.train.data.batch_structure import split
 from trimtab.train.data.peek import kept_random
 from trimtab.train.loss.adapter import Batch, examples
@@ -36,7 +36,7 @@ def flops_share(context: RunContext, group: Sequence[Batch], examples_per_s: flo
     Returns:
         The share, or ``None`` if it is unknown; and a sentence, if operators could not be counted or counting failed.
     """
-    if why_not_alone(context):
+    if why_no_copy(context):
         return None, None
     peaks = known_peaks(Environment.capture())
     peak = None if peaks is None else _peak(context, peaks)
