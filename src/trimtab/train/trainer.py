@@ -21,7 +21,7 @@ from trimtab.train.checkpoint import registered
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.checkpoint.resume_conflicts import check_types, checked_override
 from trimtab.train.data.micro_batches import check_loader
-from trimtab.train.data.peek import kept_random
+from trimtab.train.data.peek import preserved_random_state
 from trimtab.train.distributed import consistency
 from trimtab.train.distributed.launch import join
 from trimtab.train.early_stopping import EarlyStopping
@@ -459,7 +459,7 @@ def _telling(trainer: Trainer) -> Callable[[Event], None]:
     def tell(event: Event) -> None:
         found = known()
         assert found is not None, "a run has its Trainer"
-        with kept_random() if found.context.callbacks else contextlib.nullcontext():
+        with preserved_random_state() if found.context.callbacks else contextlib.nullcontext():
             consistency.call_back(found.context, found, event)
 
     return tell

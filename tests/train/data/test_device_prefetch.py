@@ -17,7 +17,7 @@ from transformers import BatchEncoding
 import trimtab
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train.data.device_prefetch import StreamTransfer, Transfer, _Coming, mover, stored, transfer_for
+from trimtab.train.data.device_prefetch import StreamTransfer, Transfer, _PendingCopy, mover, storage_tensors, transfer_for
 from trimtab.train.data.loader import Loader
 from trimtab.train.data.micro_batches import MicroBatcher
 from trimtab.train.data.worker_tuning import Way, _Trial, tune_loader
@@ -76,7 +76,7 @@ def test_a_cpu_has_nothing_copied() -> None:
     assert type(transfer) is Transfer
     batches = iter([X])
     assert transfer.start(batches, ahead=True) is batches
-    assert transfer.arrive(X) is X
+    assert transfer.receive(X) is X
 
 
 class Early(Transfer):
@@ -85,7 +85,7 @@ class Early(Transfer):
     def start(self, batches: Iterator[Any], *, ahead: bool) -> Iterator[Any]:
         return map(self.move, batches)
 
-    def arrive(self, coming: Any) -> Any:
+    def receive(self, coming: Any) -> Any:
         return coming
 
 
@@ -116,7 +116,7 @@ class Tight(StreamTransfer):
     def _send(self, batch: Any) -> Any:
         if self.there is not None and self.there() is not None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        coming = _Coming(batch.clone(), Any)  # type: ignore[arg-type]
+        coming = _PendingCopy(batch.clone(), Any)  # type: ignore[arg-type]
         self.there = weakref.ref(coming.batch)
         return coming
 
@@ -163,7 +163,7 @@ def test_batches_arrive_whole_while_the_device_is_busy(ahead: bool) -> None:
     assert isinstance(transfer, StreamTransfer)
     sums = []
     for number, coming in enumerate(transfer.start(iter(source), ahead=ahead)):
-        batch = transfer.arrive(coming)
+        batch = transfer.receive(coming)
         for _ in range(5):
             busy = (busy @ busy).clamp(-1, 1)
         scratch = torch.full((1 << 20,), -1.0, device=device)  # would take the place of a batch that was given back too early
@@ -215,10 +215,10 @@ beta = pytest.mark.filterwarnings("ignore:Sparse .* support is in beta state")
 @pytest.mark.parametrize("sparse", SPARSE)
 def test_the_memory_of_a_sparse_tensor_is_that_of_its_parts(sparse: Callable[[torch.Tensor], torch.Tensor]) -> None:
     whole = torch.eye(4)
-    parts = stored(sparse(whole))
+    parts = storage_tensors(sparse(whole))
     assert len(parts) in (2, 3)
     assert all(part.layout == torch.strided and part.untyped_storage().nbytes() for part in parts)
-    assert stored(whole) == [whole]
+    assert storage_tensors(whole) == [whole]
 
 
 @gpu
@@ -229,7 +229,7 @@ def test_sparse_tensors_arrive(sparse: Callable[[torch.Tensor], torch.Tensor]) -
     device, tensor = torch.device("cuda"), sparse(torch.eye(4))
     transfer = transfer_for(device, mover(device))
     source = [{"x": tensor}, {"x": tensor.to(device)}] * 3
-    found = [transfer.arrive(coming)["x"].to_dense().cpu() for coming in transfer.start(iter(source), ahead=True)]
+    found = [transfer.receive(coming)["x"].to_dense().cpu() for coming in transfer.start(iter(source), ahead=True)]
     assert all(torch.equal(each, torch.eye(4)) for each in found)
     assert len(found) == 6
 

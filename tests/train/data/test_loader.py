@@ -22,7 +22,7 @@ from trimtab import DataSettings, Settings, Trainer
 from trimtab.errors import UsageError
 from trimtab.train import Collate, Loader, MappedTensors
 from trimtab.train.data.loader_position import is_seekable
-from trimtab.train.data.readers import Chosen, Columns, source_of
+from trimtab.train.data.readers import Columns, RowSubset, source_of
 from trimtab.train.distributed.data_sharding import share
 
 X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
@@ -199,7 +199,7 @@ def test_arrays_are_read_as_a_whole() -> None:
         assert isinstance(batch, Pair)
         assert torch.equal(batch.x, X[batch.y])
     half, rest = random_split(stacked, [0.5, 0.5], torch.Generator().manual_seed(0))
-    assert isinstance(source_of(half, None), Chosen)
+    assert isinstance(source_of(half, None), RowSubset)
     found = [int(y) for part in (half, rest) for batch in Loader(part, 4) for y in batch[1]]
     assert sorted(found) == Y.tolist()
     assert torch.equal(next(iter(Loader(half, 4, shuffle=False)))[0], X[half.indices[:4]])

@@ -24,7 +24,7 @@ from trimtab.measure.pairs import Progress, compare
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.shadow_run import Round, ShadowRun, candidate, seconds_of, why_no_copy, why_too_coarse
 from trimtab.train.data.device_prefetch import mover
-from trimtab.train.data.peek import first_batches, kept_random
+from trimtab.train.data.peek import first_batches, preserved_random_state
 from trimtab.train.engine.compiled_step import MIN_RUN_S, CompiledStep
 from trimtab.train.loss.adapter import Batch
 from trimtab.train.loss.loss_parity import LOSSY, PERTURBATION, BaselineLosses, gradients_differ, parity, rounding
@@ -91,7 +91,7 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
     batches, train = first_batches(train, GROUPS * before.data.accumulate)
     left: Sequence[str] = ()
     if not context.world.any(not batches):
-        with kept_random():
+        with preserved_random_state():
             left = _Decisions(context, batches, updates).make(fields)
             gc.collect()  # compiled code refers to itself, and holds the last copies of model and optimizer
             torch.cuda.empty_cache()  # does nothing without a GPU

@@ -24,7 +24,7 @@ from trimtab.hardware.system import free_mb
 from trimtab.measure.stats import median_interval
 from trimtab.measure.timer import synchronizer
 from trimtab.train.data.batch_structure import join, split
-from trimtab.train.data.peek import untouched
+from trimtab.train.data.peek import peeking
 from trimtab.train.engine import setup
 from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch, examples
@@ -378,7 +378,7 @@ def backward(step: Step, batch: Batch) -> None:
 def _read_batches(batches: Iterable[Batch], largest: int | None) -> tuple[list[Batch], float]:
     """Batches with ``largest`` examples in all, by default 16 batches, and the seconds that the loader took."""
     begun, drawn, count = time.perf_counter(), list[Batch](), 0
-    with untouched(batches) as peeked:
+    with peeking(batches) as peeked:
         for batch in itertools.islice(peeked, None if largest else 16):
             drawn.append(batch)
             count += examples(batch)

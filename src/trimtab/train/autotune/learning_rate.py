@@ -19,7 +19,7 @@ from trimtab.train.autotune import auto_settings
 from trimtab.train.autotune.batch_size import HasContext
 from trimtab.train.autotune.shadow_run import copies, why_no_copy
 from trimtab.train.data.micro_batches import check_loader
-from trimtab.train.data.peek import kept_random, untouched
+from trimtab.train.data.peek import peeking, preserved_random_state
 from trimtab.train.engine import setup
 from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch
@@ -143,7 +143,7 @@ def find_lr(
         raise UsageError(f"find_lr trains a copy. {error}") from error
     context.modes.train(model)
     rates = [lowest * (highest / lowest) ** (index / (updates - 1)) for index in range(updates)]
-    with kept_random(), untouched(batches) as loader, running(settings):
+    with preserved_random_state(), peeking(batches) as loader, running(settings):
         step = Step(model, objective, optimizer, settings, World(), HostClock())
         feed = setup.feed_for(loader, settings, HostClock(), setup.apply_memory_format(model, settings, context.device))
         losses = _sweep(step, optimizer, feed, rates)

@@ -20,7 +20,7 @@ from trimtab.tensors.deepcopy import copied
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.autotune.batch_size import plan_for
 from trimtab.train.data.device_prefetch import mover
-from trimtab.train.data.peek import kept_random
+from trimtab.train.data.peek import preserved_random_state
 from trimtab.train.engine import setup
 from trimtab.train.loss.adapter import Batch, LossAdapter
 from trimtab.train.loss.loss_parity import perturb, too_coarse
@@ -84,7 +84,7 @@ class ShadowRun:
         budget = self.settings.memory.activation_mb
         if budget is None:
             return
-        with kept_random():
+        with preserved_random_state():
             self.feed.begin(0)
             batches = [batch for group in self.feed.groups() for batch in group]
             largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in tensors_of(batch)))
@@ -111,7 +111,7 @@ class ShadowRun:
         Two shadow runs of one run can be compared by it, however many rounds each has made before.
         """
         self._initial.restore()
-        with kept_random(), _first_gradient(self.step.optimizer) as gradient:
+        with preserved_random_state(), _first_gradient(self.step.optimizer) as gradient:
             return Round(self.round(), gradient)
 
     @contextlib.contextmanager
@@ -199,7 +199,7 @@ def why_too_coarse(model: nn.Module, objective: LossAdapter, settings: Settings,
         return None
     device, dtype = torch.device(settings.device), getattr(torch, str(settings.precision.autocast))
     moved = mover(device)(batch)
-    with torch.enable_grad(), kept_random(), running(settings), torch.autocast(device.type, dtype=dtype):
+    with torch.enable_grad(), preserved_random_state(), running(settings), torch.autocast(device.type, dtype=dtype):
         outputs = objective.answered(model, moved)[2]
     return too_coarse(outputs.detach() if isinstance(outputs, torch.Tensor) else outputs, moved[1], dtype, limit)
 

@@ -29,15 +29,15 @@ def mover(device: torch.device, *, channels_last: bool = False) -> Move:
             moved = batch.to(device, non_blocking=True)
             return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
         if callable(getattr(batch, "to", None)):
-            moved = copy.copy(batch).to(device, **_unwaited(type(batch)))  # some change themselves
+            moved = copy.copy(batch).to(device, **_non_blocking(type(batch)))  # ``to`` of some classes works in place
             return map_items(moved, move) if channels_last and isinstance(moved, Mapping) else moved
         return map_items(batch, move)
 
-    return move if channels_last or device.type != "cpu" else _same
+    return move if channels_last or device.type != "cpu" else _identity
 
 
-def _unwaited(kind: Any) -> dict[str, bool]:
-    """The argument of ``to`` that makes the copy asynchronous, if this class has it."""
+def _non_blocking(kind: Any) -> dict[str, bool]:
+    """The keyword argument of ``to`` that makes the copy asynchronous; empty if the class ``kind`` has none."""
     if issubclass(kind, PackedSequence):
         return {"non_blocking": True}
     try:
@@ -47,29 +47,29 @@ def _unwaited(kind: Any) -> dict[str, bool]:
     return {"non_blocking": True} if "non_blocking" in takes else {}
 
 
-def _same(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 
 class Transfer:
-    """Moves one batch at a time: :meth:`start` with the batches of an epoch, :meth:`arrive` with each item that it yields."""
+    """Moves one batch at a time: :meth:`start` takes the batches of an epoch, :meth:`receive` each item that it yields."""
 
     def __init__(self, move: Move) -> None:
         self.move = move
-        self.idle = move is _same
-        """Whether batches are where they are to be, so that nothing is done with them."""
+        self.is_identity = move is _identity
+        """Whether batches are on their device already, so that :meth:`receive` need not be called."""
 
     def start(self, batches: Iterator[Batch], *, ahead: bool) -> Iterator[Any]:
-        """An item for :meth:`arrive` per batch. With ``ahead``, batches may be read early."""
+        """An item for :meth:`receive` per batch. With ``ahead``, batches may be read early."""
         return batches
 
-    def arrive(self, coming: Any) -> Batch:
+    def receive(self, coming: Any) -> Batch:
         """The batch on the device, ready for the current stream."""
         return self.move(coming)
 
 
-class _Coming(NamedTuple):
-    """A batch under copy, and the event of its end."""
+class _PendingCopy(NamedTuple):
+    """A batch that is being copied, and the event that ends the copy."""
 
     batch: Batch
     copied: torch.cuda.Event
@@ -94,37 +94,37 @@ class StreamTransfer(Transfer):
 
     def start(self, batches: Iterator[Batch], *, ahead: bool) -> Iterator[Any]:
         """The batches, each with its copy begun."""
-        under_way: deque[_Coming] = deque()
+        pending: deque[_PendingCopy] = deque()
         for batch in batches:
-            if (sent := self._try_to_send(batch)) is None and under_way:
-                yield from _drained(under_way)  # no memory for another batch beside them
-            under_way.append(sent or self._send(batch))
+            if (sent := self._try_send(batch)) is None and pending:
+                yield from _drained(pending)  # no memory for another batch beside them
+            pending.append(sent or self._send(batch))
             del sent
-            if len(under_way) > ahead:
-                yield under_way.popleft()
-        yield from _drained(under_way)
+            if len(pending) > ahead:
+                yield pending.popleft()
+        yield from _drained(pending)
 
-    def arrive(self, coming: Any) -> Batch:
+    def receive(self, coming: Any) -> Batch:
         """The batch; the current stream waits for its copy."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(coming.copied)
         for tensor in tensors_of(coming.batch):
             if tensor.is_cuda:
-                _used_by(tensor, current)  # the copying stream owns the memory and must not reuse it too early
+                _record_stream(tensor, current)  # the memory belongs to the copying stream, which must not reuse it too early
         return coming.batch
 
-    def _try_to_send(self, batch: Batch) -> _Coming | None:
-        """As :meth:`_send`; ``None`` if GPU memory does not suffice."""
+    def _try_send(self, batch: Batch) -> _PendingCopy | None:
+        """:meth:`_send`; ``None`` if the GPU is out of memory."""
         try:
             return self._send(batch)
         except torch.OutOfMemoryError:
             return None
 
-    def _send(self, batch: Batch) -> _Coming:
+    def _send(self, batch: Batch) -> _PendingCopy:
         if there := [tensor for tensor in tensors_of(batch) if tensor.is_cuda]:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still compute them
             for tensor in there:
-                _used_by(tensor, self.stream)
+                _record_stream(tensor, self.stream)
         self._opaque |= _opaque(batch)
         if self._opaque:  # record_stream cannot reach their tensors: wait for the computation
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -132,7 +132,7 @@ class StreamTransfer(Transfer):
             moved = self.move(batch)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self.stream)
-        return _Coming(moved, copied)
+        return _PendingCopy(moved, copied)
 
 
 def _opaque(batch: Batch) -> bool:
@@ -142,19 +142,19 @@ def _opaque(batch: Batch) -> bool:
     return callable(getattr(batch, "to", None)) or any(map(_opaque, items_of(batch)))
 
 
-def _drained(under_way: deque[_Coming]) -> Iterator[_Coming]:
+def _drained(pending: deque[_PendingCopy]) -> Iterator[_PendingCopy]:
     """The batches, each removed before it is yielded."""
-    while under_way:
-        yield under_way.popleft()
+    while pending:
+        yield pending.popleft()
 
 
-def _used_by(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+def _record_stream(tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
     """Do not reuse the memory of ``tensor`` before ``stream`` has finished its present work."""
-    for part in stored(tensor):
+    for part in storage_tensors(tensor):
         part.record_stream(stream)
 
 
-def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+def storage_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that own the memory of ``tensor``: itself, or the components of a sparse tensor."""
     return [getattr(tensor, name)() for name in SPARSE[tensor.layout]] if tensor.layout in SPARSE else [tensor]
 

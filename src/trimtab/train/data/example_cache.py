@@ -51,18 +51,18 @@ class ExampleCache:
 
     def __init__(self, where: str | os.PathLike[str], dataset: Any, workers: int) -> None:
         self.folder: pathlib.Path | None = None
-        self.left: float = float("inf")
+        self.free_bytes: float = float("inf")
         """Bytes that this process may still add."""
         self._kept: dict[int, Any] = {}
         if isinstance(where, str) and _SIZE.fullmatch(where):
-            self.left = 1e6 * megabytes(where, "cache") / max(workers, 1)
+            self.free_bytes = 1e6 * megabytes(where, "cache") / max(workers, 1)
             if workers:
                 shared = pathlib.Path("/dev/shm")
                 self.folder = pathlib.Path(tempfile.mkdtemp(prefix="trimtab-", dir=shared if shared.is_dir() else None))
                 self._end = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         else:
             self.folder = path_of(where, "cache", "2GB, or a folder").absolute()
-            _claim(self.folder, {"dataset": type(dataset).__qualname__, "examples": len(dataset)})
+            _check_dataset(self.folder, {"dataset": type(dataset).__qualname__, "examples": len(dataset)})
 
     def get(self, places: Sequence[int], read: Callable[[list[int]], list[Any]]) -> list[Any]:
         """The examples at ``places``; those that are not in the cache from ``read``.
@@ -72,9 +72,9 @@ class ExampleCache:
         """
         found = {place: example for place in places if (example := self._find(place)) is not None}
         if missing := [place for place in dict.fromkeys(places) if place not in found]:
-            before = _drawn()
+            before = _random_states()
             examples = read(missing)
-            if _drawn() != before:
+            if _random_states() != before:
                 raise UsageError(
                     "The dataset draws random numbers as it reads an example, and a cached example would be the same in every "
                     "epoch. Let the dataset decode only, and give what is drawn as Loader(..., cache=..., transform=function)."
@@ -102,7 +102,7 @@ class ExampleCache:
 
     def _keep(self, place: int, example: Any) -> None:
         size = sum(map(_bytes, leaves_of(example)))
-        if size > self.left:
+        if size > self.free_bytes:
             return
         if self.folder is None:
             self._kept[place] = _copied(example)
@@ -113,9 +113,9 @@ class ExampleCache:
             except UsageError as error:
                 raise UsageError(f"Example {place} cannot be cached in files: {of_type(example)}. {error}") from error
             if not self._write(self._path(place), written.tensors, facts):
-                self.left = 0
+                self.free_bytes = 0
                 return
-        self.left -= size
+        self.free_bytes -= size
 
     def _write(self, path: pathlib.Path, tensors: dict[str, torch.Tensor], facts: str) -> bool:
         """Write an example; ``False`` if there is no room for it, so that it is read again each time."""
@@ -140,7 +140,7 @@ class ExampleCache:
         return {name: value for name, value in vars(self).items() if name != "_end"} | {"_kept": {}}
 
 
-def _claim(folder: pathlib.Path, facts: dict[str, Any]) -> None:
+def _check_dataset(folder: pathlib.Path, facts: dict[str, Any]) -> None:
     """Write into ``folder`` which dataset it caches, or check it."""
     path = folder / _FACTS
     try:
@@ -158,7 +158,7 @@ def _claim(folder: pathlib.Path, facts: dict[str, Any]) -> None:
         raise StorageError(f"The cache cannot be written to {folder}: {error.strerror}. Give another folder.") from error
 
 
-def _drawn() -> tuple[bytes, Any, Any]:
+def _random_states() -> tuple[bytes, Any, Any]:
     """The states of the global random generators."""
     numpy: Any = np.random.get_state()
     return torch.default_generator.get_state().numpy().tobytes(), (numpy[1].tobytes(), numpy[2]), random.getstate()

@@ -116,7 +116,7 @@ class Loader:
         self.persistent, self.in_order, self.tokens, self.rank, self.size = persistent, in_order, tokens, rank, size
         self._source = source_of(dataset, collate)
         if cache is not None or transform is not None:
-            self._keep_examples(cache, transform)
+            self._configure_examples(cache, transform)
         self._reader = Reader(self._source)
         if not len(self._source):
             raise UsageError("The dataset is empty. Check where its examples come from.")
@@ -125,18 +125,18 @@ class Loader:
         if self.batch is None and tokens is None:
             self.batch = BATCH
         self.begun_by: int | None = None
-        """The number of processes that began the next epoch, if it differs from now: batches then keep their examples."""
+        """The number of processes that began the next epoch, if another number continues it: its batches do not change then."""
         self._orders: dict[tuple[int, int], Order] = {}
         self._next = (0, 0)
-        self._turn = 0
+        self._iteration = 0
         self._pool: DataLoader[Batch] | None = None
         self._started: tuple[int, int, bool, int] | None = None
         self._jobs = _Jobs([])
-        self._order(self._place()[1])
+        self._order(self._rank_and_size()[1])
 
     def __len__(self) -> int:
         """Batches per epoch on this rank, equal on all ranks; another number only in an epoch that other ranks began."""
-        rank, size = self._place()
+        rank, size = self._rank_and_size()
         return len(range(rank, self._order(self.begun_by or size).batches, size))
 
     def seek(self, epoch: int, batch: int) -> None:
@@ -146,13 +146,13 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the next epoch, or from the place of :meth:`seek`."""
-        (epoch, start), (rank, size) = self._next, self._place()
-        self._next, self._turn = (epoch + 1, 0), self._turn + 1
+        (epoch, start), (rank, size) = self._next, self._rank_and_size()
+        self._next, self._iteration = (epoch + 1, 0), self._iteration + 1
         jobs = _Jobs(self._order(self.begun_by or size).epoch(epoch, rank, size), start, (self.seed, epoch, rank))
         if self.workers:
-            return self._elsewhere(jobs, self._turn)
+            return self._read_in_workers(jobs, self._iteration)
         self._pool = None
-        return self._here(jobs)
+        return self._read_in_process(jobs)
 
     def retune(self, *, workers: int | None = None, prefetch: int | None = None, pin: bool | None = None) -> None:
         """Change how batches are read from the next iteration on. The batches stay the same."""
@@ -165,11 +165,11 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; the next iteration starts new ones."""
-        self._turn += 1
+        self._iteration += 1
         self._pool = None  # freeing its iterator ends the processes
 
-    def _keep_examples(self, cache: str | os.PathLike[str] | None, transform: Callable[[Any], Any] | None) -> None:
-        """Have the source cache examples, and transform them afterwards."""
+    def _configure_examples(self, cache: str | os.PathLike[str] | None, transform: Callable[[Any], Any] | None) -> None:
+        """Set the cache and the transform of the source."""
         name = "cache" if cache is not None else "transform"
         if not isinstance(self._source, Examples):
             raise UsageError(
@@ -183,30 +183,30 @@ class Loader:
         if cache is not None:
             self._source.cache = ExampleCache(cache, self.dataset, self.workers)
 
-    def _here(self, jobs: _Jobs) -> Iterator[Batch]:
+    def _read_in_process(self, jobs: _Jobs) -> Iterator[Batch]:
         """Batches that this process reads."""
         pinned = self._pins()
         for job in jobs:
             batch = self._reader[job]
             yield map_tensors(batch, _pinned) if pinned else batch
 
-    def _elsewhere(self, jobs: _Jobs, turn: int) -> Iterator[Batch]:
+    def _read_in_workers(self, jobs: _Jobs, iteration: int) -> Iterator[Batch]:
         """Batches that workers read."""
-        self._jobs.become(jobs)
+        self._jobs.replace(jobs)
         now = (self.workers, self.prefetch, self._pins(), len(self._source))
         stale = any(hasattr(dataset, "set_epoch") for dataset in datasets_of(self))  # workers have copies without the new epoch
         if self._pool is None or not self.persistent or stale or self._started != now:
             self._pool, self._started = self._start(), now
         batches = iter(self._pool)
         while True:
-            if turn != self._turn:
+            if iteration != self._iteration:
                 raise UsageError("This Loader was begun anew, or closed, meanwhile. Go through it once at a time, or make two.")
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:  # the last two if the worker died while it sent a batch
-                raise self._died(error) from error
+                raise self._worker_died(error) from error
             if isinstance(batch, _Failure):
                 self.close()
                 del batches  # ends the workers now; the traceback would keep them alive
@@ -215,10 +215,10 @@ class Loader:
 
     def _start(self) -> DataLoader[Batch]:
         return DataLoader(
-            _InWorker(self._reader),
+            _WorkerReader(self._reader),
             sampler=self._jobs,
             batch_size=None,  # the sampler gives whole batches
-            collate_fn=_same,
+            collate_fn=_identity,
             num_workers=self.workers,
             prefetch_factor=self.prefetch,
             pin_memory=self._pins(),
@@ -227,7 +227,7 @@ class Loader:
             generator=torch.Generator(),  # the default draws a seed from the global generator
         )
 
-    def _died(self, error: Exception) -> WorkloadError:
+    def _worker_died(self, error: Exception) -> WorkloadError:
         self.close()
         return WorkloadError(
             f"A process that reads data died: {error}. The system kills processes for want of memory; give fewer workers (now "
@@ -237,7 +237,7 @@ class Loader:
     def _pins(self) -> bool:
         return torch.cuda.is_available() if self.pin is None else self.pin
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         """The rank of this process, and the number of ranks."""
         together = distributed.is_available() and distributed.is_initialized()
         size = self.size if self.size is not None else distributed.get_world_size() if together else 1
@@ -305,7 +305,7 @@ class _Jobs:
     def __iter__(self) -> Iterator[Job]:
         return (Job((*self.seed, place), self.epoch[place]) for place in range(self.start, len(self.epoch)))
 
-    def become(self, other: _Jobs) -> None:
+    def replace(self, other: _Jobs) -> None:
         """Take the jobs of ``other``: a DataLoader with persistent workers keeps its sampler object."""
         self.epoch, self.start, self.seed = other.epoch, other.start, other.seed
 
@@ -323,8 +323,8 @@ class _Failure(NamedTuple):
         return error
 
 
-class _InWorker(Reader):
-    """A reader in a worker. Returns its errors, and pickles its batches itself.
+class _WorkerReader(Reader):
+    """A reader in a worker, which returns its errors as values and pickles its batches itself.
 
     A DataLoader pickles batches in a thread of the worker. If that fails, as for an object without pickle support or without
     room in shared memory, the batch is never sent, and the parent process waits for it for ever.
@@ -351,13 +351,13 @@ class _Pickled:
         try:
             self.content = bytes(ForkingPickler.dumps(batch))
         except _PICKLING as error:
-            raise WorkloadError(_unsent(batch, error)) from error
+            raise WorkloadError(_why_unsent(batch, error)) from error
 
     def __reduce__(self) -> Any:
         return pickle.loads, (self.content,)
 
 
-def _unsent(batch: Batch, error: Exception) -> str:
+def _why_unsent(batch: Batch, error: Exception) -> str:
     """Why a worker cannot send ``batch``, and what to do."""
     if isinstance(error, OSError) or (isinstance(error, RuntimeError) and str(error).startswith("unable to ")):
         return (
@@ -388,7 +388,7 @@ def _check_numbers(least: int = 1, **numbers: int | None) -> None:
             raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
 
 
-def _same(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 

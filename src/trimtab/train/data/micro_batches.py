@@ -61,16 +61,16 @@ class MicroBatcher:
         """Batches of this epoch that were read or skipped."""
         self.short = False
         """Whether the loader had fewer batches than :meth:`begin` was to skip."""
-        self.cut = False
+        self.interrupted = False
         """Whether a signal ended the loader's workers in this epoch."""
         self.limit: int | None = None
         """Most batches of an epoch."""
         self._loaded = False
         """Whether :meth:`load` has set the loader's position for the next :meth:`begin`."""
-        self._between = False
-        """Whether no group is read in part, so that the loader's position can be saved."""
+        self._at_boundary = False
+        """Whether the loader is between two groups, so that its position can be saved."""
         self._reported = False
-        """Whether :meth:`missing` has reported a loader that ends early."""
+        """Whether :meth:`short_epoch_note` has reported a loader that ends early."""
         self._transfer = transfer or Transfer(move)
         self._running: Iterator[Any] = iter(())
 
@@ -81,7 +81,7 @@ class MicroBatcher:
         """
         self.clock.enter("data")
         batches = self.batches
-        self.taken, self.cut, self.short, self._between = skip, False, False, False
+        self.taken, self.interrupted, self.short, self._at_boundary = skip, False, False, False
         self._running = iter(())  # drop the iterator of the epoch before, which holds the workers
         if self._loaded:
             skip = 0
@@ -96,8 +96,8 @@ class MicroBatcher:
         with _READING:
             running = iter(batches)
             self.short = sum(1 for _ in itertools.islice(running, skip)) < skip
-        self._running = self._transfer.start(_read(running), ahead=_may_run_ahead(batches))
-        self._between = True
+        self._running = self._transfer.start(_read(running), ahead=_may_read_ahead(batches))
+        self._at_boundary = True
 
     def finish(self) -> None:
         """Exhaust the iterator of a stateful loader, so that its saved position is the end of the epoch."""
@@ -106,14 +106,14 @@ class MicroBatcher:
 
     def state(self) -> dict[str, Any] | None:
         """The position of a :class:`~trimtab.train.data.loader_position.Stateful` loader; ``None`` within a group."""
-        return state_of(self.batches) if self._between else None
+        return state_of(self.batches) if self._at_boundary else None
 
     def load(self, epoch: int, state: dict[str, Any]) -> None:
         """Restore a position of :meth:`state` in epoch ``epoch``; the next :meth:`begin` skips nothing."""
         self._running = iter(())
         _set_epoch(self.batches, epoch)
         load_state(self.batches, state)
-        self._loaded = self._between = True
+        self._loaded = self._at_boundary = True
 
     def length(self) -> int | None:
         """Groups left in the epoch; ``None`` if the loader has no length."""
@@ -121,8 +121,8 @@ class MicroBatcher:
             return None
         return -(-((batches if self.limit is None else min(batches, self.limit)) - self.taken) // self.accumulate)
 
-    def missing(self) -> str | None:
-        """At the end of an epoch: a sentence, once, if the loader gave fewer batches than its length."""
+    def short_epoch_note(self) -> str | None:
+        """A sentence at the end of an epoch if the loader gave fewer batches than its length; returned once."""
         if self._reported or (self.length() or 0) <= 0:
             return None
         self._reported = True
@@ -150,15 +150,15 @@ class MicroBatcher:
                 coming = next(self._running, _END)
                 if coming is _END:
                     break
-                self.taken, self._between = self.taken + 1, False
-                if not self._transfer.idle:
+                self.taken, self._at_boundary = self.taken + 1, False
+                if not self._transfer.is_identity:
                     self.clock.enter("copy")
-                    coming = self._transfer.arrive(coming)
+                    coming = self._transfer.receive(coming)
                 group.append(coming)
             except BaseException as error:
                 _COPYING.explain(error)
                 raise
-        self._between = True
+        self._at_boundary = True
         self.clock.enter("other")
         if self.joined and len(group) > 1:
             try:
@@ -186,7 +186,7 @@ class MicroBatcher:
 
 
 def _read(running: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches of ``running``, with its errors reported as errors of the loader."""
+    """The batches of ``running``; its errors are reported as errors of the loader."""
     with _READING:
         for batch in running:  # noqa: UP028  # yield from would close a generator, which a later run goes on with
             yield batch
@@ -202,8 +202,8 @@ def _set_epoch(batches: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def _may_run_ahead(batches: Any) -> bool:
-    """True if reading a batch early draws no random numbers in this process and moves no position that is saved."""
+def _may_read_ahead(batches: Any) -> bool:
+    """True if reading a batch early draws no random numbers in this process and changes no position that is saved."""
     return is_seekable(batches) or (bool(getattr(batches, "num_workers", 0)) and not is_stateful(batches))
 
 

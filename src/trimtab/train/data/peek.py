@@ -30,13 +30,13 @@ def first_batches(loader: Iterable[Batch], count: int, what: str = "The loader r
     Raises:
         WorkloadError: reading them failed; the message begins with ``what``.
     """
-    with untouched(loader, what) as peeked:
-        batches = _some(iter(peeked), count)
+    with peeking(loader, what) as peeked:
+        batches = _read(iter(peeked), count)
     return batches, itertools.chain(batches, loader) if isinstance(loader, Iterator) else loader
 
 
 @contextlib.contextmanager
-def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Iterator[Iterable[Batch]]:
+def peeking(loader: Iterable[Batch], what: str = "The loader raised") -> Iterator[Iterable[Batch]]:
     """A loader for a block, from the first batch on; random generators and position are restored afterwards.
 
     Raises:
@@ -44,7 +44,7 @@ def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Itera
     """
     generators = generators_of(loader)
     before = states_of(generators)
-    with kept_random():
+    with preserved_random_state():
         state = state_of(loader)
         peeked = copy.copy(loader) if isinstance(loader, torch.utils.data.DataLoader) and state is None else loader
         if peeked is not loader:
@@ -61,7 +61,7 @@ def untouched(loader: Iterable[Batch], what: str = "The loader raised") -> Itera
 
 
 @contextlib.contextmanager
-def kept_random() -> Iterator[None]:
+def preserved_random_state() -> Iterator[None]:
     """Restore the global random generators after a block."""
     before = random_state()
     try:
@@ -70,7 +70,7 @@ def kept_random() -> Iterator[None]:
         set_random_state(before)
 
 
-def _some(batches: Iterator[Batch], count: int) -> list[Batch]:
+def _read(batches: Iterator[Batch], count: int) -> list[Batch]:
     begun, found = time.monotonic(), []
     for batch in itertools.islice(batches, count):
         found.append(batch)

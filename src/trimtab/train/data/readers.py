@@ -23,7 +23,7 @@ from trimtab.train.data.memory_mapped import MappedTensors
 from trimtab.train.loss.adapter import Batch
 
 Column = torch.Tensor | Sequence[Any]
-_STILL = (list, tuple, range)
+_PLAIN_SEQUENCES = (list, tuple, range)
 """Sequences that run no user code when an item is read; subclasses may."""
 _COLUMNS = user_code("The columns of the dataset could not be read")
 
@@ -54,7 +54,7 @@ class Columns:
     def __init__(self, columns: Mapping[Any, Column], build: Callable[[dict[Any, Any]], Batch], collate: Collate) -> None:
         self.columns, self.build, self.collate = columns, build, collate
         arrays = (torch.Tensor, np.ndarray)
-        self.draws = not all(isinstance(column, arrays) or type(column) in _STILL for column in columns.values())
+        self.draws = not all(isinstance(column, arrays) or type(column) in _PLAIN_SEQUENCES for column in columns.values())
         counts = {name: len(column) for name, column in columns.items()}
         if len(set(counts.values())) > 1:
             shown = ", ".join(f"{name}: {count}" for name, count in counts.items())
@@ -95,8 +95,8 @@ class Examples:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Batch]) -> None:
         self.dataset, self.collate = dataset, collate
-        self.draws = not (type(dataset) in _STILL and type(collate) is Collate)
-        self._many: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
+        self.draws = not (type(dataset) in _PLAIN_SEQUENCES and type(collate) is Collate)
+        self._getitems: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.cache: ExampleCache | None = None
         self.transform: Callable[[Any], Any] | None = None
         """What is done with each example after it was read, or found in the cache."""
@@ -110,14 +110,14 @@ class Examples:
         found = self._read(places) if self.cache is None else self.cache.get(places, self._examples)
         if self.transform is not None:
             with user_code(f"transform raised on examples {listed(places, 4)}"):
-                found = [self.transform(example) for example in self._listed(found)]
+                found = [self.transform(example) for example in self._as_list(found)]
         with user_code(f"collate raised on examples {listed(places, 4)}"):
             return self.collate(found) if isinstance(found, list) else found
 
     def _examples(self, places: list[int]) -> list[Any]:
-        return self._listed(self._read(places))
+        return self._as_list(self._read(places))
 
-    def _listed(self, found: Any) -> list[Any]:
+    def _as_list(self, found: Any) -> list[Any]:
         if isinstance(found, list):
             return found
         raise UsageError(
@@ -128,9 +128,9 @@ class Examples:
     def _read(self, places: list[int]) -> Any:
         """The examples, or what ``__getitems__`` makes of them."""
         found: Any = []
-        if self._many is not None:
+        if self._getitems is not None:
             with user_code(f"The dataset raised on examples {listed(places, 4)}"):
-                found = self._many(places)
+                found = self._getitems(places)
         else:
             with _reading(places, found):
                 for place in places:
@@ -143,10 +143,10 @@ class Examples:
             return self.dataset[place]
 
 
-class Chosen:
+class RowSubset:
     """Some of the rows of columns, such as a part of :func:`torch.utils.data.random_split`."""
 
-    def __init__(self, source: Columns | Chosen, indices: Sequence[int]) -> None:
+    def __init__(self, source: Columns | RowSubset, indices: Sequence[int]) -> None:
         self.source, self.indices = source, np.asarray(indices, np.int64)
         self.draws: bool = source.draws
 
@@ -225,12 +225,12 @@ def source_of(dataset: Any, collate: Callable[[list[Any]], Batch] | None) -> Sou
     return Examples(dataset, joining)
 
 
-def _arrays(dataset: Any, collate: Collate) -> Columns | Chosen | None:
+def _arrays(dataset: Any, collate: Collate) -> Columns | RowSubset | None:
     """``dataset``, or the whole of a ``Subset``, as columns; ``None`` if it is not made of arrays."""
     if type(dataset) is not Subset:
         return _columns(dataset, collate)
     whole = _arrays(dataset.dataset, collate)
-    return None if whole is None else Chosen(whole, dataset.indices)
+    return None if whole is None else RowSubset(whole, dataset.indices)
 
 
 class _Rows(Sequence[Any]):
@@ -271,7 +271,7 @@ def _columns(dataset: Any, collate: Collate) -> Columns | None:
     if isinstance(dataset, Mapping) and dataset and all(map(_is_column, dataset.values())):
         mapped = isinstance(dataset, MappedTensors)  # pickles as the path of its folder
         columns = dataset if mapped else {name: _column(column) for name, column in dataset.items()}
-        return Columns(columns, _same, collate)
+        return Columns(columns, _identity, collate)
     return None
 
 
@@ -304,5 +304,5 @@ def _tuple(kind: Any, found: dict[Any, Any]) -> Any:
     return kind(*found.values()) if hasattr(kind, "_fields") else tuple(found.values())
 
 
-def _same(found: dict[Any, Any]) -> Any:
+def _identity(found: dict[Any, Any]) -> Any:
     return found

@@ -17,7 +17,7 @@ from trimtab._internal.text import counted
 from trimtab.core.settings import Settings
 from trimtab.errors import PeerError, UsageError, WorkloadError
 from trimtab.tensors.weights import in_bytes
-from trimtab.train.data.device_prefetch import stored
+from trimtab.train.data.device_prefetch import storage_tensors
 from trimtab.train.distributed.data_sharding import share
 from trimtab.train.distributed.devices import local_device
 from trimtab.train.loss.adapter import Weight
@@ -216,7 +216,7 @@ class Group(World):
     @torch.no_grad()
     def average_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Set buffers that differ between processes to their mean, or to those of rank 0 if they are no floating point."""
-        buffers = [part for buffer in buffers for part in stored(buffer)]
+        buffers = [part for buffer in buffers for part in storage_tensors(buffer)]
         found = self.gathered([_digest(buffer) for buffer in buffers])
         alike = [found[rank] for rank in dist.get_process_group_ranks(self.data)]
         for buffer, *digests in zip(buffers, *alike, strict=True):
@@ -317,7 +317,7 @@ def broadcast(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> No
     Gloo ignores strides (https://github.com/pytorch/pytorch/issues/192920), NCCL takes contiguous tensors only, and neither
     takes all dtypes. Of a sparse tensor, its indices and values are sent.
     """
-    if (parts := stored(value))[0] is not value:
+    if (parts := storage_tensors(value))[0] is not value:
         for part in parts:
             broadcast(part, group)
         return
@@ -345,7 +345,7 @@ def _caused_by(error: BaseException, other: BaseException | None) -> bool:
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:
     """The shape of a tensor, and those of its indices and values if it is sparse; empty for other values."""
-    return [tuple(one.shape) for one in (value, *stored(value))] if isinstance(value, torch.Tensor) else []
+    return [tuple(one.shape) for one in (value, *storage_tensors(value))] if isinstance(value, torch.Tensor) else []
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -91,7 +91,7 @@ def _start(context: RunContext, feed: MicroBatcher, skip: int) -> None:
         if not context.ending:
             raise
         restore_random(context, feed)
-        feed.cut = True
+        feed.interrupted = True
         context.world.stopping(True)
 
 
@@ -233,7 +233,7 @@ def _until_interrupted(context: RunContext, feed: MicroBatcher) -> Iterator[list
     except WorkloadError:
         if not context.ending:  # the error of a worker that was killed differs from case to case
             raise
-        feed.cut, feed.taken = True, taken
+        feed.interrupted, feed.taken = True, taken
         context.world.stopping(True)  # the other processes learn of it in this update
 
 

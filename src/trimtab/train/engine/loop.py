@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 
 from trimtab.train.autotune import online_tuning
-from trimtab.train.data.peek import kept_random
+from trimtab.train.data.peek import preserved_random_state
 from trimtab.train.distributed import consistency
 from trimtab.train.engine import bounds, checkpoint_policy, duration, epoch, setup, validation, validation_policy
 from trimtab.train.engine.step import Run, Update
@@ -94,8 +94,8 @@ def _epoch(
         if position.update == steps:
             left = feed.length()
             return not context.world.any(left is None or left > 0)
-    whole = not context.world.any(feed.cut)
-    context.note_once(feed.missing() if whole and context.world.used else None)
+    whole = not context.world.any(feed.interrupted)
+    context.note_once(feed.short_epoch_note() if whole and context.world.used else None)
     return whole
 
 
@@ -104,7 +104,7 @@ def _at_epoch(context: RunContext, hook: str, event: EpochStarted | EpochEnded) 
     context.log.current()
     consistency.tell(context, event)
     if hook in context.hooks:
-        with context.world.together(), kept_random():
+        with context.world.together(), preserved_random_state():
             context.hooks.call(hook)
 
 

@@ -17,7 +17,7 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import map_tensors
 from trimtab.train.data.loader_position import is_seekable
 from trimtab.train.data.micro_batches import has_workers, keeps_workers, set_workers
-from trimtab.train.data.peek import kept_random
+from trimtab.train.data.peek import preserved_random_state
 from trimtab.train.loss.adapter import Batch, Weight
 from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.metrics import Figures
@@ -176,7 +176,7 @@ def evaluating(*modules: nn.Module | None) -> Iterator[None]:
 def _read(batches: Iterable[Batch], cut: Callable[[], bool]) -> Iterator[Batch]:
     """The ``batches`` until ``cut`` returns true."""
     if keeps_workers(batches) and not has_workers(batches):
-        with kept_random():  # starting workers draws a random number, also in a resumed run
+        with preserved_random_state():  # starting workers draws a random number, also in a resumed run
             set_workers(batches, running=True)
     with _READING:
         running = iter(batches)

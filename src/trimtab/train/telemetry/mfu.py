@@ -14,7 +14,7 @@ from trimtab.measure.flops import count_flops
 from trimtab.tensors.precision import tf32_allowed
 from trimtab.train.autotune.shadow_run import copies, why_no_copy
 from trimtab.train.data.batch_structure import split
-from trimtab.train.data.peek import kept_random
+from trimtab.train.data.peek import preserved_random_state
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.memory import activation_checkpointing
 from trimtab.train.run_context import RunContext
@@ -83,7 +83,7 @@ def _counted(context: RunContext, group: Sequence[Batch]) -> tuple[float, set[st
 
     device, dtype = torch.device(settings.device).type, getattr(torch, settings.precision.autocast or "float32")
     total, uncounted = 0.0, set[str]()
-    with kept_random(), torch.autocast(device, dtype=dtype, enabled=settings.precision.autocast is not None):
+    with preserved_random_state(), torch.autocast(device, dtype=dtype, enabled=settings.precision.autocast is not None):
         for batch, few in batches:
             found = count_flops(lambda few=few: objective(model, few)[0].backward(), gradients=True)
             total += found.total * examples(batch) / examples(few)

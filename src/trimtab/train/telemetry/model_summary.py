@@ -13,7 +13,7 @@ from trimtab._internal.notebook import preformatted
 from trimtab._internal.user_code import user_code
 from trimtab.measure.flops import count_flops
 from trimtab.tensors.structure import tensors_of
-from trimtab.train.data.peek import kept_random
+from trimtab.train.data.peek import preserved_random_state
 from trimtab.train.loss.adapter import Batch, call, is_pair
 
 
@@ -109,7 +109,7 @@ def model_summary(model: nn.Module, batch: Batch) -> ModelSummary:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with user_code("In model_summary() the model raised"), kept_random(), torch.no_grad():
+        with user_code("In model_summary() the model raised"), preserved_random_state(), torch.no_grad():
             with recorder:
                 call(model, inputs)
             whole = count_flops(lambda: call(model, inputs))
