@@ -103,7 +103,7 @@ class RunContext:
     eval_weights: EvalWeights
     hooks: Hooks
     """Functions of the user that every process calls at fixed points of an update."""
-    tell: Callable[[Event], None]
+    run_callbacks: Callable[[Event], None]
     """Calls the callbacks of the user with an event."""
     watchers: list[Callable[[RunContext, Event], None]] = dataclasses.field(default_factory=list)
     """trimtab's own callbacks during a run; every process calls its own."""
@@ -173,4 +173,4 @@ class RunContext:
         """Call the watchers of this process, and in the first process the user's callbacks."""
         for watcher in self.watchers:
             watcher(self, event)
-        self.tell(event)
+        self.run_callbacks(event)

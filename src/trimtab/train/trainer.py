@@ -173,7 +173,7 @@ class Trainer:
             modes=Modes(model),
             eval_weights=EvalWeights(model, average, OptimizerModes(model, made)),
             hooks=Hooks(hooks, weakref.ref(self)),
-            tell=_telling(self),
+            run_callbacks=_callback_runner(self),
         )
         """State of the run; passed to modules that drive it in place of the Trainer."""
         self.context.fit = FitState(MemoryPlan(self.context))
@@ -449,17 +449,17 @@ class Trainer:
         return held_out.figures(self.context, batches)
 
 
-def _telling(trainer: Trainer) -> Callable[[Event], None]:
+def _callback_runner(trainer: Trainer) -> Callable[[Event], None]:
     """A function that calls the callbacks of ``trainer`` in the first process, without keeping ``trainer`` alive.
 
     Random generators are restored afterwards: a resumed run may call callbacks at other times, and must stay bit-identical.
     """
     known = weakref.ref(trainer)
 
-    def tell(event: Event) -> None:
+    def run(event: Event) -> None:
         found = known()
         assert found is not None, "a run has its Trainer"
         with preserved_random_state() if found.context.callbacks else contextlib.nullcontext():
-            consistency.call_back(found.context, found, event)
+            consistency.run_callbacks(found.context, found, event)
 
-    return tell
+    return run

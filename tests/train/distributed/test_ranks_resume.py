@@ -207,7 +207,7 @@ def without_workers(folder: pathlib.Path, ranks: tuple[int, ...]) -> list[list[i
 
 def all_checks(folder: pathlib.Path) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=dt.timedelta(minutes=7))
-    patience = trainer().world.everyone._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
+    patience = trainer().world.gloo._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
     found = {
         "patience": patience.total_seconds(),
         "unequal": unequal(folder),

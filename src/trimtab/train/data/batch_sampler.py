@@ -91,7 +91,7 @@ class Epoch(Sequence[Index]):
         return slice(start, end) if self.order is None else self.order[start:end]
 
 
-def fixed(count: int, batch: int, ranks: int, *, drop_last: bool) -> Indices:
+def fixed_batches(count: int, batch: int, ranks: int, *, drop_last: bool) -> Indices:
     """The bounds of batches of ``batch`` examples; the rest is divided among the ranks."""
     starts = np.arange(ranks) * batch
     whole = np.arange(count // (batch * ranks))[:, None] * (batch * ranks) + starts
@@ -103,7 +103,7 @@ def fixed(count: int, batch: int, ranks: int, *, drop_last: bool) -> Indices:
     return np.concatenate([bounds, np.stack([ends - _shares(left, ranks), ends], axis=-1)[None]])
 
 
-def within_budget(classes: Indices, batch: int | None, tokens: int, ranks: int) -> Indices:
+def token_batches(classes: Indices, batch: int | None, tokens: int, ranks: int) -> Indices:
     """The bounds of batches of similar lengths, in the order of ``classes``, with at most ``tokens`` tokens after padding.
 
     Ranks get batches of similar length at the same step, so that none waits long. If the number of batches is no multiple of

@@ -18,7 +18,7 @@ from trimtab._internal.text import counted, of_type
 from trimtab._internal.user_code import user_code
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.tensors.structure import leaves_of, map_tensors
-from trimtab.train.data.batch_sampler import Epoch, Order, check_lengths, fixed, length_classes, within_budget
+from trimtab.train.data.batch_sampler import Epoch, Order, check_lengths, fixed_batches, length_classes, token_batches
 from trimtab.train.data.collate import Collate
 from trimtab.train.data.example_cache import ExampleCache
 from trimtab.train.data.readers import Examples, Job, Reader, seeded, source_of
@@ -257,9 +257,9 @@ class Loader:
                 )
             classes = None if self.lengths is None else length_classes(self.lengths, self.tokens)
             if classes is not None and self.tokens is not None:
-                bounds = within_budget(classes, self.batch, self.tokens, size)
+                bounds = token_batches(classes, self.batch, self.tokens, size)
             else:
-                bounds = fixed(count, self.batch or BATCH, size, drop_last=self.drop_last)
+                bounds = fixed_batches(count, self.batch or BATCH, size, drop_last=self.drop_last)
             if not len(bounds):
                 raise UsageError(
                     f"With drop_last, {counted(count, 'example')} cannot make a batch of {self.batch} for each of {size} "

@@ -10,7 +10,7 @@ from trimtab.errors import UsageError
 from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.events import Event
 
-_OWN = ("device", "threads", "memory.cuda_allocator", "memory.keep_freed")
+_PER_HOST = ("device", "threads", "memory.cuda_allocator", "memory.keep_freed")
 """Settings that may differ between hosts, because no process waits for another by them."""
 _PLAIN = (bool, int, float, complex, str, tuple, list, torch.Tensor, type(None))
 """Types of optimizer options that are compared. The text of others, such as functions, differs between processes."""
@@ -41,7 +41,7 @@ def refuse_differences(context: RunContext, *, validated: bool, epochs: int | No
     }
     given |= _changeable(context)
     settings = {name: context.settings.value(name) for name in context.settings.names()}
-    given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_OWN, *context.decided)}
+    given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_PER_HOST, *context.decided)}
     found = context.world.gathered({name: str(value) for name, value in given.items()})
     for name, value in found[0].items():
         for rank, other in enumerate(found):
@@ -53,13 +53,13 @@ def refuse_differences(context: RunContext, *, validated: bool, epochs: int | No
                 )
 
 
-def tell(context: RunContext, event: Event) -> None:
+def emit_together(context: RunContext, event: Event) -> None:
     """Emit ``event`` to the callbacks at a point that all processes reach; if a callback fails, all stop."""
     with context.world.together():
         context.emit(event)
 
 
-def call_back(context: RunContext, trainer: Any, event: Event) -> None:
+def run_callbacks(context: RunContext, trainer: Any, event: Event) -> None:
     """Call the callbacks with ``trainer`` in the process of rank 0.
 
     Raises:

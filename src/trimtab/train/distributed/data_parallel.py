@@ -63,7 +63,7 @@ class DataParallelGroup(Group):
         self._bucket_of: dict[int, int] = {}
         """By the index of a trained parameter: the number of its bucket."""
         self._sent_last: set[int] = set()
-        self._adaptive: str | None = None
+        self._nonlinear: str | None = None
         """The name of the optimizer, unless it is linear in the gradient."""
         self._is_manual = False
         """Whether updates exchange gradients by :meth:`average_gradients`."""
@@ -103,11 +103,11 @@ class DataParallelGroup(Group):
                     self._send()
                 for future in self._futures:  # on a GPU, its stream waits and this process does not
                     future.wait()
-                self.lacking = bool(self._without_gradient)
+                self.missing_gradients = bool(self._without_gradient)
         if update:
             self._updating = False
             self._futures.clear()
-            if self.lacking:
+            if self.missing_gradients:
                 self._drop_unused()
 
     @contextlib.contextmanager
@@ -123,13 +123,13 @@ class DataParallelGroup(Group):
         self._reported = self._unreported = None
         try:
             yield
-            stopping, used = self._maximum(int(self._wish), int(self.counts))
+            stopping, used = self._maximum(int(self._stop_wanted), int(self.counts))
             if stopping > 1:
                 raise WorkloadError(_OTHER_STEP)
         except BaseException as error:
             self._failed(error, update=False)
             raise
-        self._stopping, self.used, self.lacking = bool(stopping), used > 0, False
+        self._stopping, self.used, self.missing_gradients = bool(stopping), used > 0, False
 
     @torch.no_grad()
     def average_gradients(self, parameters: Sequence[nn.Parameter], weight: Weight, place: int) -> Weight:
@@ -188,21 +188,21 @@ class DataParallelGroup(Group):
 
     def drop_update(self) -> None:
         """Drop an update that failed, and the errors of compression, which hold a part of it."""
-        self._updating = self._sending = self._partly_sent = self.lacking = False
+        self._updating = self._sending = self._partly_sent = self.missing_gradients = False
         self._futures.clear()
         self.exchange.reset()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember whether the updates are linear in the gradient."""
-        self._adaptive = None if isinstance(optimizer, _LINEAR) else type(optimizer).__name__
+        self._nonlinear = None if isinstance(optimizer, _LINEAR) else type(optimizer).__name__
 
     def notes(self) -> list[str]:
         """Sentences on what PowerSGD has sent, and on an optimizer that suits it badly."""
         _, numbers, sent = self.exchange.power.compression_stats()  # type: ignore[no-untyped-call]
         notes = [f"PowerSGD sent {sent / numbers:.2f} of the numbers in the gradients."] if numbers else []
-        if self.exchange.kind == "powersgd" and self._adaptive is not None:
+        if self.exchange.kind == "powersgd" and self._nonlinear is not None:
             notes.append(
-                f"Caution: communication='powersgd' with {self._adaptive}. What is left out of a gradient comes with a later "
+                f"Caution: communication='powersgd' with {self._nonlinear}. What is left out of a gradient comes with a later "
                 "one, and optimizers that adapt the size of their steps make too much of that. "
                 "Compare the loss with that of communication=None, or take SGD, 'bfloat16' or 'float16'."
             )
@@ -215,18 +215,18 @@ class DataParallelGroup(Group):
             self._hooked = trained
             for hook in self._hooks:
                 hook.remove()
-            arrived = weakref.WeakMethod(self._arrived)  # a hook does not keep the group alive
+            arrived = weakref.WeakMethod(self._on_gradient)  # a hook does not keep the group alive
             kept: list[tuple[int, Any]] = [(at, p) for at, p in enumerate(self._parameters) if p.requires_grad]
             self._hooks = [
                 p.register_post_accumulate_grad_hook(lambda _, at=at: (send := arrived()) and send(at)) for at, p in kept
             ]
-            self._arrange()
-        self._updating, self.lacking = True, False
+            self._make_buckets()
+        self._updating, self.missing_gradients = True, False
         self._futures.clear()
         self._without_gradient.clear()
         self._missing = [set(bucket) for bucket in self._buckets]
 
-    def _arrange(self) -> None:
+    def _make_buckets(self) -> None:
         """Put the parameters into buckets of one dtype, last parameter first, as gradients come. The first bucket is small."""
         self._buckets, most = [], (self.settings.distributed.bucket_mb or 25) * _MIB
         filling: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
@@ -241,7 +241,7 @@ class DataParallelGroup(Group):
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self.exchange.reset()
 
-    def _arrived(self, index: int) -> None:
+    def _on_gradient(self, index: int) -> None:
         """Send the buckets that are complete with the gradient of parameter ``index``."""
         if not self._sending:
             return
@@ -284,7 +284,7 @@ class DataParallelGroup(Group):
             self._parameters[index].grad = None
         if not (lacking := set.union(*absent)) <= self._sent_last:
             self._sent_last |= lacking
-            self._arrange()
+            self._make_buckets()
 
     def _named(self, index: int) -> str:
         return next(name for name, parameter in self._model.named_parameters() if parameter is self._parameters[index])

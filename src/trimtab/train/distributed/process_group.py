@@ -51,11 +51,11 @@ class Group(World):
         self.rank, self.size = dist.get_rank(data), dist.get_world_size(data)
         self.index, self.processes = dist.get_rank(), dist.get_world_size()
         self.repeats = not (self.shared or settings.data.exact_batchnorm)  # processes wait for each other within layers
-        self.everyone = dist.new_group(backend="gloo", timeout=_timeout())
+        self.gloo = dist.new_group(backend="gloo", timeout=_timeout())
         self.counts = True
-        self.lacking = False
+        self.missing_gradients = False
         """During an update: a parameter got no gradient in this process. After it: in any process whose data counts."""
-        self._wish = self._stopping = False
+        self._stop_wanted = self._stopping = False
         self._reported: BaseException | None = None
         """The last error of this process, which other processes know of or cannot be told."""
         self._unreported: BaseException | None = None
@@ -100,26 +100,26 @@ class Group(World):
             self.seed = self.gathered(int(torch.empty((), dtype=torch.int64).random_().item()))[0]
         return share(batches, what, self.rank, self.size, self.seed, rows=self.size != self.processes)
 
-    def rounds(self, groups: Iterator[T], length: int | None, again: Callable[[], T | None] | None = None) -> Iterator[T]:
+    def rounds(self, groups: Iterator[T], length: int | None, repeat: Callable[[], T | None] | None = None) -> Iterator[T]:
         """``groups``; while other processes have more, the last group again, with weight 0 (:attr:`counts` is false).
 
         So all processes make equally many updates, and all data of an uneven split is used with its weight. If all processes
         know one length, they communicate only at the beginning and the end of the epoch.
 
         Args:
-            again: gives a group to a process that has none to begin with, as one that had used up its shard before it resumed.
+            repeat: gives a group to a process that has none to begin with, as one that had used up its shard before it resumed.
         """
         lengths = self.gathered(length)
         spare: T | None = None
         try:
             if length is not None and all(other == length for other in lengths):
-                yield from self._counted_rounds(groups, length, again)
+                yield from self._counted_rounds(groups, length, repeat)
                 return
             while True:
                 try:
                     group = next(groups, None)
-                    if group is None and spare is None and again is not None:
-                        spare = again()
+                    if group is None and spare is None and repeat is not None:
+                        spare = repeat()
                 except BaseException as error:
                     self._failed(error, update=False)
                     raise
@@ -149,8 +149,8 @@ class Group(World):
             self._failed(error, update=update)
             raise
         try:
-            stopping, used = self._maximum(int(self._wish), self.counts + self.lacking)
-            self._stopping, self.used, self.lacking = bool(stopping), used > 0 or not update, used > 1
+            stopping, used = self._maximum(int(self._stop_wanted), self.counts + self.missing_gradients)
+            self._stopping, self.used, self.missing_gradients = bool(stopping), used > 0 or not update, used > 1
         except (PeerError, PeerMemoryError):
             if update:
                 self.drop_update()
@@ -163,7 +163,7 @@ class Group(World):
         return _caused_by(error, self._reported) or isinstance(error, (UsageError, WorkloadError, PeerMemoryError))
 
     def finish_exchange(self) -> None:
-        """Take part in the exchange of gradients that others wait for, after an update failed here."""
+        """Take part in the exchange of gradients that other processes wait for, after an update failed in this one."""
 
     def mean(
         self, losses: Sequence[torch.Tensor], weights: Sequence[Weight], *, summed: bool
@@ -193,15 +193,15 @@ class Group(World):
     def maximum(self, count: int) -> int:
         return self._maximum(count)[0]
 
-    def stopping(self, wish: bool) -> bool:
-        """True if any process wished to end before the last update; ``wish`` is exchanged with the next one."""
-        self._wish = wish
+    def stopping(self, wanted: bool) -> bool:
+        """True if any process wanted to stop before the last update; ``wanted`` is exchanged with the next one."""
+        self._stop_wanted = wanted
         return self._stopping
 
     def gathered(self, value: T) -> list[T]:
         """The ``value`` of every process, by rank. It is pickled, between processes of this run only."""
-        found: list[Any] = [None] * dist.get_world_size(self.everyone)
-        dist.all_gather_object(found, value, group=self.everyone)
+        found: list[Any] = [None] * dist.get_world_size(self.gloo)
+        dist.all_gather_object(found, value, group=self.gloo)
         return found
 
     def on_rank_0(self, action: Callable[[], T]) -> T | None:
@@ -218,8 +218,8 @@ class Group(World):
         """Set buffers that differ between processes to their mean, or to those of rank 0 if they are no floating point."""
         buffers = [part for buffer in buffers for part in storage_tensors(buffer)]
         found = self.gathered([_digest(buffer) for buffer in buffers])
-        alike = [found[rank] for rank in dist.get_process_group_ranks(self.data)]
-        for buffer, *digests in zip(buffers, *alike, strict=True):
+        in_group = [found[rank] for rank in dist.get_process_group_ranks(self.data)]
+        for buffer, *digests in zip(buffers, *in_group, strict=True):
             if len(set(digests)) == 1:  # equal already; a mean might round it
                 continue
             if buffer.is_floating_point():
@@ -230,9 +230,9 @@ class Group(World):
                 broadcast(buffer, self.data)
 
     def barrier(self) -> None:
-        dist.barrier(group=self.everyone)
+        dist.barrier(group=self.gloo)
 
-    def _counted_rounds(self, groups: Iterator[T], length: int, again: Callable[[], T | None] | None) -> Iterator[T]:
+    def _counted_rounds(self, groups: Iterator[T], length: int, repeat: Callable[[], T | None] | None) -> Iterator[T]:
         """The first ``length`` of ``groups``; every process has announced this number.
 
         Raises:
@@ -240,20 +240,20 @@ class Group(World):
         """
         last: T | None = None
         for given in range(length + 1):
-            among = 0 < given < length  # other processes are in an update then
+            in_update = 0 < given < length  # other processes are in an update then
             try:
                 group = next(groups, None)
-                if group is None and given < length and self._wish:  # all processes learn of it in this update
-                    group, self.counts = again() if last is None and again is not None else last, False
+                if group is None and given < length and self._stop_wanted:  # all processes learn of it in this update
+                    group, self.counts = repeat() if last is None and repeat is not None else last, False
                 if group is None and given < length:
                     raise WorkloadError(
                         f"The loader gave the batches of {counted(given, 'update')} in this epoch, but its len() said "
                         f"{length}. Mend its len(), or leave it out: the processes then ask each other before each update."
                     )
             except BaseException as error:
-                self._failed(error, update=among)
+                self._failed(error, update=in_update)
                 raise
-            if not among:
+            if not in_update:
                 self._maximum(0)
             if group is None or given == length:
                 return
@@ -307,7 +307,7 @@ class Group(World):
     def _all_maximum(self, *values: int) -> list[int]:
         """The maximum of each of four values: outcome, rank + 1 of a failed process, and two of the caller."""
         found = torch.tensor(values)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.everyone)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.gloo)
         return [int(value) for value in found]
 
 

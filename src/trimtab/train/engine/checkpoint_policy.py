@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trimtab._internal.user_code import explaining, in_worker
 from trimtab.errors import NonFiniteError, UsageError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
-from trimtab.train.distributed.consistency import tell
+from trimtab.train.distributed.consistency import emit_together
 from trimtab.train.engine import epoch, setup
 from trimtab.train.run_context import RunContext
 from trimtab.train.telemetry.events import Saved
@@ -70,7 +70,7 @@ def save(context: RunContext, ready: Ready) -> None:
     if update != context.position.update:  # the validation was of other parameters
         figure = None
     path = context.world.on_rank_0(lambda: checkpoints.save(context.position.update, state, figure))
-    tell(context, Saved(update=context.position.update, epoch=context.position.epoch, path=str(path)))
+    emit_together(context, Saved(update=context.position.update, epoch=context.position.epoch, path=str(path)))
 
 
 def keep_best(context: RunContext, ready: Ready) -> None:

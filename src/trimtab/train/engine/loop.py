@@ -102,7 +102,7 @@ def _epoch(
 def _at_epoch(context: RunContext, hook: str, event: EpochStarted | EpochEnded) -> None:
     """Tell the callbacks of ``event``, and call ``hook``, whose random numbers do not change the run."""
     context.log.current()
-    consistency.tell(context, event)
+    consistency.emit_together(context, event)
     if hook in context.hooks:
         with context.world.together(), preserved_random_state():
             context.hooks.call(hook)
@@ -164,7 +164,7 @@ def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setu
         logged = means(context.world.gathered(log.take()))
         figures = context.results
         event = Validated(update=position.update, epoch=position.epoch, metrics=figures, best=better, logged=logged)
-        consistency.tell(context, event)
+        consistency.emit_together(context, event)
     _stop_if_stale(context)
 
 
@@ -189,5 +189,5 @@ def _finish(context: RunContext, ready: setup.Ready, meter: Meter, epochs: int |
     done = f"1 {what} is done." if count == 1 else f"{count} {what}s are done."
     ended = duration.reached_end(context, epochs, steps)
     summary = meter.summary(context.fit.stop or (done if ended else "Another process was asked to stop."))
-    consistency.tell(context, Ended(update=context.position.update, epoch=context.position.epoch, summary=summary))
+    consistency.emit_together(context, Ended(update=context.position.update, epoch=context.position.epoch, summary=summary))
     return summary

@@ -79,13 +79,13 @@ class World:
         """This process's part of ``batches``; ``what`` names them in errors."""
         return batches
 
-    def rounds(self, groups: Iterator[T], length: int | None, again: Callable[[], T | None] | None = None) -> Iterator[T]:
+    def rounds(self, groups: Iterator[T], length: int | None, repeat: Callable[[], T | None] | None = None) -> Iterator[T]:
         """``groups``, as many as the process that has most.
 
         Args:
             groups: batches of each update.
             length: number of groups, if known.
-            again: gives a group that was used before, for a process that has none left while others have.
+            repeat: gives a group that was used before, for a process that has none left while others have.
         """
         return groups
 
@@ -185,9 +185,9 @@ class World:
         """The maximum of ``count`` over all processes."""
         return count
 
-    def stopping(self, wish: bool) -> bool:
-        """Whether the run ends after this update, in all processes. The others hear of ``wish`` with the next update."""
-        return wish
+    def stopping(self, wanted: bool) -> bool:
+        """Whether the run ends after this update, in all processes; they exchange ``wanted`` with the next update."""
+        return wanted
 
     def gathered(self, value: T) -> list[T]:
         """``value`` of every process, in the order of ranks."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from trimtab.train.distributed.consistency import tell
+from trimtab.train.distributed.consistency import emit_together
 from trimtab.train.engine.step import Update
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.optim.optimizer_dict import OptimizerDict
@@ -108,7 +108,7 @@ class Meter:
         self._times = array.array("d")
         self._all_examples += made
         self._unread, self._examples, self._since = [], 0, now
-        tell(self.context, event)
+        emit_together(self.context, event)
         slow = slow_process(paces)
         rank, text = slow or (None, "")
         if rank is not None and rank == self._slow and rank not in self._named:  # slow twice in a row
