@@ -19,7 +19,7 @@ from trimtab.tensors.batch_axis import length, uneven
 from trimtab.tensors.structure import tensors_of
 from trimtab.train.data.batch_structure import join, split
 from trimtab.train.data.device_prefetch import mover
-from trimtab.train.loss.adapter import examples, fresh
+from trimtab.train.loss.adapter import copy_containers, examples
 
 
 def detection(count: int, side: int = 4) -> Any:
@@ -162,7 +162,7 @@ def test_dataclasses_are_counted_taken_apart_joined_and_moved() -> None:
     moved = mover(torch.device("meta"))([whole])
     assert moved[0].x.is_meta
     assert not whole.x.is_meta
-    own = fresh(whole)
+    own = copy_containers(whole)
     own.names.append("mine")
     assert len(whole.names) == 8
 

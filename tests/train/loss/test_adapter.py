@@ -23,7 +23,7 @@ from trimtab.evaluation.training.workload import prepared
 from trimtab.execution.jobs.training import _fingerprint
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.engine.setup import loss_on, optimizer_for
-from trimtab.train.loss.adapter import LossAdapter, fresh
+from trimtab.train.loss.adapter import LossAdapter, copy_containers
 from trimtab.train.runtime.snapshots import rolled_back
 from trimtab.train.telemetry.mfu import flops_share
 
@@ -84,7 +84,7 @@ def test_a_batch_is_handed_out_in_containers_of_its_own() -> None:
         "default": collections.defaultdict(list, c=[tensor]),
         "size": tensor.shape,
     }
-    before, given = repr(batch), fresh(batch)
+    before, given = repr(batch), copy_containers(batch)
     assert repr(given) == before
     assert [type(value) for value in given.values()] == [type(value) for value in batch.values()]
     assert given["pair"].second[0] is tensor

@@ -200,7 +200,7 @@ def why_too_coarse(model: nn.Module, objective: LossAdapter, settings: Settings,
     device, dtype = torch.device(settings.device), getattr(torch, str(settings.precision.autocast))
     moved = mover(device)(batch)
     with torch.enable_grad(), preserved_random_state(), running(settings), torch.autocast(device.type, dtype=dtype):
-        outputs = objective.answered(model, moved)[2]
+        outputs = objective.evaluate(model, moved)[2]
     return too_coarse(outputs.detach() if isinstance(outputs, torch.Tensor) else outputs, moved[1], dtype, limit)
 
 

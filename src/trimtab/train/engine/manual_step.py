@@ -15,7 +15,7 @@ from trimtab.errors import NonFiniteError, UsageError, WorkloadError
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE
 from trimtab.train.engine.gradients import discard, gradients_of
 from trimtab.train.engine.step import STEP, UPDATING, Run, Step, Update
-from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples, fresh
+from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, copy_containers, examples
 from trimtab.train.loss.manual_run import Closure, ManualRun
 from trimtab.train.optim.optimizer_dict import PAGE, named
 from trimtab.train.runtime.step_clock import Clock
@@ -147,7 +147,7 @@ class ManualStep(Step):
         self._batch_weight.clear()
         self.clock.enter("forward")
         with self.precision():
-            loss, weight = self.objective.manual_loss(self._manual, fresh(batch))
+            loss, weight = self.objective.manual_loss(self._manual, copy_containers(batch))
         if not self.last:
             for name, counts in self._batch_weight.items():
                 self._totals[name] = self._totals.get(name, 0.0) + counts

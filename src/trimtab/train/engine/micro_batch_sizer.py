@@ -92,7 +92,7 @@ class MicroBatchSizer:
         if not self._checked and self._splits(group, first=first):
             self._checked = True
             if self.compare_loss(step, group) and context.settings.data.micro_batch is not None:
-                context.objective.doubted = True
+                context.objective.weights_checked = True
                 if not any(note.startswith(_APART) for note in context.notes):  # by an earlier call of fit
                     context.note(f"{_APART} {self.compared} {ADVICE}")
         return group
@@ -108,7 +108,7 @@ class MicroBatchSizer:
         if context.world.any(unknown or whole is not None):
             reason = _INSEPARABLE.format(whole) if whole else _UNKNOWN_COUNT.format(None)
         elif self.compare_loss(step, group):
-            context.objective.doubted = True
+            context.objective.weights_checked = True
             reason = _NOT_ADDITIVE.format(f"{self.compared} {ADVICE}")
         else:
             feed.micro = search_micro_batch(context, step, group, updates=context.fit.planned)

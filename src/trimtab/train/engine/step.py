@@ -203,7 +203,7 @@ class Step:
     def finish(self, update: Update, batches: Sequence[Batch], run: Run, remarks: list[str | None]) -> Update:
         """Advance schedule, EMA, position, notes and events of a run after an ``update`` made from ``batches``."""
         context, position, world = run.context, run.context.position, self.world
-        remarks.append(context.objective.doubt(batches, alone=world.size == 1))
+        remarks.append(context.objective.weight_warning(batches, alone=world.size == 1))
         # The schedule sets the learning rate of the next update: it counts updates that were applied.
         if context.scheduler is not None and update.applied:
             remarks.append(schedules.advance(context.scheduler))

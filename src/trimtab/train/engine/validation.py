@@ -84,7 +84,7 @@ def validate(
             example.
     """
     objective, world = context.objective, step.world
-    batch_loss, objective.count_doubt = _BatchLoss(context, world), None
+    batch_loss, objective.count_warning = _BatchLoss(context, world), None
     losses: list[torch.Tensor] = []
     weights: list[Weight] = []
     if is_seekable(batches):  # every validation sees the same batches, also after a resumption
@@ -113,7 +113,7 @@ def validate(
     if not world.any(bool(losses)):
         raise WorkloadError("The validation loader gave no batch. Check that it has data and can be gone through again.")
     if len(losses) > 1:
-        context.note_once(objective.count_doubt)
+        context.note_once(objective.count_warning)
     context.note_once(figures.remark())
     return {"loss": float(world.mean(losses, weights, summed=objective.summed)[0]), **figures.values(world)}
 
@@ -147,7 +147,7 @@ class _BatchLoss:
     def _forward(self, batch: Batch, gradients: bool) -> tuple[torch.Tensor, Weight, Any]:
         context = self.context
         with torch.set_grad_enabled(gradients):
-            compute = functools.partial(context.objective.answered, context.model, batch)
+            compute = functools.partial(context.objective.evaluate, context.model, batch)
             if not context.metrics or context.objective.loss is None or not context.objective.calls_model:
                 loss, weight, outputs = self.world.forward_alone(compute)
             else:

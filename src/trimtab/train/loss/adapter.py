@@ -32,7 +32,7 @@ Weight = float | torch.Tensor
 Batch = Any
 """What the loader gives: ``(inputs, targets)``, a mapping of keyword arguments, or anything that the user's loss takes."""
 
-_EITHER = (
+_RETURN_FORM = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "
     "other figures are for metrics=... and callbacks."
 )
@@ -57,7 +57,7 @@ _UNPAIRED = {
     "targets), batch=32). Otherwise give a loss whose first parameter is called model: def loss(model, batch).",
     False: "Give a loss whose first parameter is called model: def loss(model, batch).",
 }
-"""What to do; ``True`` if a batch is a single tensor."""
+"""The fix in the error, by whether a batch is a single tensor."""
 _MISCALLED = re.compile(r"'Tensor' object is not callable|missing \d+ required positional argument")
 _MODEL_NAMES = frozenset({"model", "module", "net", "network"})
 _RUN_NAME = "run"
@@ -113,12 +113,12 @@ class LossAdapter:
         self._with_model = first in _MODEL_NAMES
         self.calls_model = loss is None or self._with_model or self.manual
         """True if the loss calls the model, so that its outputs are not known here."""
-        self._weighs = False
-        """True if the weight of the last loss was known, and not taken to be the number of examples."""
-        self.count_doubt: str | None = None
-        """Why the number of examples of a batch, which was taken for its weight, may be wrong."""
-        self.doubted = False
-        """True once :meth:`doubt` has looked at the weights."""
+        self._weight_known = False
+        """True if the weight of the last loss was known, so that the number of examples did not replace it."""
+        self.count_warning: str | None = None
+        """Why the number of examples of a batch, which served as its weight, may be wrong."""
+        self.weights_checked = False
+        """True once :meth:`weight_warning` has checked the weights."""
         self._elementwise = torch_losses.kind(loss) in torch_losses.ELEMENTWISE
 
     @property
@@ -144,15 +144,15 @@ class LossAdapter:
             WorkloadError: the loss is no scalar or has no gradient; the second value that it returned is no weight; or the
                 batch has another form than the loss needs.
         """
-        return self.answered(model, batch, weighed=weighed)[:2]
+        return self.evaluate(model, batch, weighed=weighed)[:2]
 
-    def answered(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight, Any]:
-        """Loss, weight and the outputs for metrics, which are ``None`` if the loss calls the model. Raises as a call does."""
-        given = fresh(batch)
+    def evaluate(self, model: nn.Module, batch: Batch, *, weighed: bool = True) -> tuple[torch.Tensor, Weight, Any]:
+        """Loss, weight, and the outputs for metrics (``None`` if the loss calls the model). Raises as :meth:`__call__`."""
+        given = copy_containers(batch)
         outputs: Any = None
         targets: Any = None
         if self.loss is None:
-            loss, weight, outputs = self._own(model, given)
+            loss, weight, outputs = self._model_loss(model, given)
         elif self.manual:
             loss, weight = self.manual_loss(ManualRun(model, self.optimizers), given)
         elif self._with_model:
@@ -179,17 +179,17 @@ class LossAdapter:
                 "The loss does not depend on any parameter that is trained. Look for detach(), no_grad() or item() between the "
                 "model and the loss, and for a model that is frozen."
             )
-        if self.summed or not (weighed or _may_be_of_nothing(loss)):
+        if self.summed or not (weighed or _may_be_empty_mean(loss)):
             return loss, 1.0, outputs
         if self.loss is not None and not self.calls_model:
             weight = torch_losses.denominator(self.loss, targets)
-        self._weighs = weight is not None
-        if weight is None and self.count_doubt is None:
-            self.count_doubt = count_doubt(batch)
+        self._weight_known = weight is not None
+        if weight is None and self.count_warning is None:
+            self.count_warning = count_warning(batch)
         return loss, examples(batch) if weight is None else weight, outputs
 
     def manual_loss(self, run: ManualRun, batch: Batch) -> tuple[torch.Tensor, Weight | None]:
-        """The loss to report that a function ``step(run, batch)`` leaves, and its weight if it has told one.
+        """The loss that a function ``step(run, batch)`` reports, and its weight if it returned one.
 
         Raises:
             WorkloadError: it is no scalar, or there is none.
@@ -199,25 +199,25 @@ class LossAdapter:
         loss, weight = _weighed(found) if isinstance(found, tuple) else (found, None)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise WorkloadError(_no_scalar(loss))
-        self._weighs = weight is not None
+        self._weight_known = weight is not None
         return loss, weight
 
-    def doubt(self, group: Sequence[Batch], *, alone: bool) -> str | None:
-        """A sentence if the losses of ``group``, the micro-batches of an update, may have got wrong weights.
+    def weight_warning(self, group: Sequence[Batch], *, alone: bool) -> str | None:
+        """A sentence if the losses of ``group``, the micro-batches of an update, may have wrong weights.
 
-        It is called after each update, and looks at the first that weights matter to.
+        It is called after each update, and checks the first update whose result depends on weights.
 
         Args:
             alone: there is one process.
         """
-        if self.doubted or (alone and len(group) == 1):
+        if self.weights_checked or (alone and len(group) == 1):
             return None
-        self.doubted = True
-        if self.summed or self._weighs:
+        self.weights_checked = True
+        if self.summed or self._weight_known:
             return None
-        if (text := next(filter(None, map(count_doubt, group)), None)) is not None:
+        if (text := next(filter(None, map(count_warning, group)), None)) is not None:
             return text
-        if any(map(_ignores, group)):
+        if any(map(_has_ignored_label, group)):
             return (
                 f"Some targets are {IGNORED}. If the loss leaves them out, as torch's own do, its mean is over fewer than the "
                 "examples that it counts for: return (mean, weight) from loss(model, batch), or give one of torch's losses."
@@ -235,7 +235,7 @@ class LossAdapter:
                 "Give both one shape, for example with squeeze(-1) at the end of the model or unsqueeze(-1) on the targets."
             )
 
-    def _own(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None, Any]:
+    def _model_loss(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, Weight | None, Any]:
         """The loss that the model computes, its weight if that is known, and all that the model returned."""
         if not isinstance(batch, Mapping):
             raise WorkloadError(
@@ -252,7 +252,7 @@ class LossAdapter:
             return loss, None, found
         model = getattr(model, "_orig_mod", model)  # a compiled model
         model = getattr(model, "module", model)  # DDP
-        return loss, (labels[..., 1:] if _shifts(model) else labels).ne(IGNORED).sum(), found
+        return loss, (labels[..., 1:] if _shifts_labels(model) else labels).ne(IGNORED).sum(), found
 
 
 def _refuse_other(loss: Any) -> None:
@@ -281,12 +281,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-def fresh(batch: Batch) -> Batch:
+def copy_containers(batch: Batch) -> Batch:
     """Copies of the nested containers of ``batch``. Tensors, other leaves and mappings that are no dict are shared."""
     if is_flat(batch):
         return batch if type(batch) is tuple else list(batch)
     shared = isinstance(batch, Mapping) and not isinstance(batch, (dict, UserDict))
-    return batch if shared else map_items(batch, fresh)
+    return batch if shared else map_items(batch, copy_containers)
 
 
 def examples(batch: Batch) -> int:
@@ -295,7 +295,7 @@ def examples(batch: Batch) -> int:
     return 1 if found is None else found
 
 
-def count_doubt(batch: Batch) -> str | None:
+def count_warning(batch: Batch) -> str | None:
     """A sentence if :func:`examples` may be wrong for ``batch``."""
     if (count := length(batch)) is None:
         return _UNKNOWN_COUNT
@@ -317,27 +317,27 @@ def _pair(batch: Batch) -> tuple[Any, Any]:
 
 
 def _weighed(found: tuple[Any, ...]) -> tuple[Any, Weight]:
-    """Check ``(mean, weight)`` as a loss returned it: any other second value would be taken for a weight."""
+    """Check the pair ``(mean, weight)`` that a loss returned: another second value would count as a weight."""
     if len(found) != 2:
-        raise WorkloadError(f"The loss returned {counted(len(found), 'value')}. {_EITHER}")
+        raise WorkloadError(f"The loss returned {counted(len(found), 'value')}. {_RETURN_FORM}")
     loss, weight = found
     if (text := model_outputs.logits_and_loss(loss, weight)) is not None:
         raise WorkloadError(text)
     if isinstance(weight, torch.Tensor):
         if weight.dim():
-            raise WorkloadError(f"The loss returned a tensor of shape {tuple(weight.shape)} beside the mean. {_EITHER}")
+            raise WorkloadError(f"The loss returned a tensor of shape {tuple(weight.shape)} beside the mean. {_RETURN_FORM}")
         if weight.requires_grad:  # most often a part of the loss
-            raise WorkloadError(f"The loss returned a tensor that carries gradients beside the mean. {_EITHER}")
+            raise WorkloadError(f"The loss returned a tensor that carries gradients beside the mean. {_RETURN_FORM}")
         if weight.device.type != "cpu":  # reading it would wait for the GPU
             return loss, weight
     elif not isinstance(weight, Real):
-        raise WorkloadError(f"The loss returned {of_type(weight)} beside the mean. {_EITHER}")
+        raise WorkloadError(f"The loss returned {of_type(weight)} beside the mean. {_RETURN_FORM}")
     if not 0 <= (number := float(weight)) < math.inf:
-        raise WorkloadError(f"The loss returned {number} beside the mean, which no mean is over. {_EITHER}")
+        raise WorkloadError(f"The loss returned {number} beside the mean, which no mean is over. {_RETURN_FORM}")
     return loss, weight if isinstance(weight, torch.Tensor) else number
 
 
-def _may_be_of_nothing(loss: torch.Tensor) -> bool:
+def _may_be_empty_mean(loss: torch.Tensor) -> bool:
     """True if ``loss`` may be a mean over nothing, which is nan. On a GPU always, because reading it would wait."""
     return loss.device.type != "cpu" or not math.isfinite(loss.item())
 
@@ -350,7 +350,7 @@ def _first_parameter(loss: Callable[..., Any]) -> str:
         return ""
 
 
-def _shifts(model: nn.Module) -> bool:
+def _shifts_labels(model: nn.Module) -> bool:
     """True for a causal language model of transformers, which compares each position with the label of the next.
 
     The class of the model counts first. ``config.architectures`` names the class that wrote the checkpoint, which may differ.
@@ -366,7 +366,7 @@ def _shifts(model: nn.Module) -> bool:
     return any("loss_function" in call.__code__.co_names for call in calls if inspect.isfunction(call))
 
 
-def _ignores(batch: Batch) -> bool:
+def _has_ignored_label(batch: Batch) -> bool:
     """True if a label is ``IGNORED``: among the targets, or in the whole batch if the targets are not known."""
     found = tensors_of(batch[1] if is_pair(batch) else batch)
     whole = [t for t in found if t.dtype.is_signed and not (t.is_floating_point() or t.is_complex())]
