@@ -27,7 +27,7 @@ from trimtab.train.autotune.batch_size import backward
 from trimtab.train.autotune.shadow_run import ShadowRun
 from trimtab.train.memory.activation_budget import Verified, choose
 from trimtab.train.memory.activation_checkpointing import Recomputed
-from trimtab.train.memory.peak_activations import Live, peak_activations
+from trimtab.train.memory.peak_activations import LiveStorages, peak_activations
 from trimtab.train.runtime.torch_settings import allocate
 from trimtab.train.telemetry.mfu import flops_share
 from trimtab.train.trainer import Trainer
@@ -123,14 +123,14 @@ def test_what_counts_is_what_the_allocator_says() -> None:
     model.zero_grad()
     with profile(activities=[ProfilerActivity.CPU]):  # there is one profiler at a time
         assert peak_activations(step, model.parameters(), CPU) == pytest.approx(ours, rel=0.1)
-    with Live() as live:
+    with LiveStorages() as live:
         kept = torch.ones(1000) + 1
         view = kept[:10] * 2
         assert live.bytes == 4000 + 40
         del kept
         assert live.bytes == 40
         assert live.peak == 8000
-        live.leave_out(view)
+        live.exclude(view)
         assert live.bytes == 0
 
 

@@ -19,7 +19,7 @@ from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.loss.loss_parity import ROUNDING, gradient_distance, gradients_differ
 from trimtab.train.memory.activation_checkpointing import Recomputed
 from trimtab.train.memory.activation_trace import trace
-from trimtab.train.memory.checkpoint_plans import Plan, front
+from trimtab.train.memory.checkpoint_plans import Plan, pareto_front
 from trimtab.train.memory.peak_activations import peak_activations
 from trimtab.train.runtime.memory_errors import raise_unless_retryable
 from trimtab.train.runtime.snapshots import rolled_back
@@ -90,13 +90,13 @@ def choose(
             raise UsageError(_impossible(budget)) from failed
         changing = tuple(kept.changed())
         kept.restore()  # a forward pass may have replaced these tensors
-        plans = front(model, traced)
+        plans = pareto_front(model, traced)
         if world.processes > 1:
             plans = _plans_of_rank_0(model, plans, world)
         search = _Search(model, forward, device, plans, changing, budget, world, loss)
         index = search.run()
         if index is None:
-            raise UsageError(_impossible(budget, search.peaks.values(), _names(model, traced.changeable)))
+            raise UsageError(_impossible(budget, search.peaks.values(), _names(model, traced.mutable_inputs)))
         plan, names = plans[index], _names(model, plans[index].modules)
         if world.processes == 1 and (difference := search.gradient_error(plan)):
             raise WorkloadError(_DIFFERENT.format(listed(names), difference))
@@ -104,7 +104,7 @@ def choose(
 
 
 def _names(model: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """In the order of the model."""
+    """The names of ``modules``, in the order of the model."""
     wanted = set(modules)
     return tuple(name for name, module in model.named_modules() if module in wanted)
 
@@ -117,7 +117,7 @@ def _plans_of_rank_0(model: nn.Module, plans: Sequence[Plan], world: World) -> l
 
 @dataclasses.dataclass
 class _Search:
-    """Measures plans, from the one that should do towards cheaper or more frugal ones."""
+    """Measures plans by bisection, beginning with the first that is predicted to keep the budget."""
 
     model: nn.Module
     forward: Callable[[], torch.Tensor]

@@ -44,7 +44,7 @@ class Recomputed:
         changing: buffers and parameters that a forward pass may change. Those of BatchNorm are known without.
 
     Raises:
-        WorkloadError: in the forward pass, where a module is given a list or an object; see :func:`changeable`.
+        WorkloadError: in the forward pass, where a module is given a list or an object; see :func:`find_mutable`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], changing: Iterable[torch.Tensor] = ()) -> None:
@@ -75,7 +75,7 @@ class _Checkpointed:
 
     def __init__(self, forward: Callable[..., Any], buffers: Sequence[Place], name: str) -> None:
         self.forward, self.buffers, self.name = forward, buffers, name
-        self.compilable = all(_only_gathered(module) for module, _ in buffers)
+        self.compilable = all(_is_torch_batchnorm(module) for module, _ in buffers)
         """Whether a second run within a graph is right; there it reads buffers as the first run has left them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class _Checkpointed:
                     torch._dynamo.graph_break()
                 return self.forward(*given[:count], **named)
             if not first:
-                if (value := changeable(given)) is not None:
+                if (value := find_mutable(given)) is not None:
                     raise WorkloadError(_OBJECT.format(self.name, of_type(value)))
                 first.append((_State(self.buffers), _versions(given)))
                 return self.forward(*given[:count], **named)
@@ -135,13 +135,13 @@ class _State:
             _set_random(*drawn)
 
 
-def changeable(given: Iterable[Any]) -> Any:
-    """The first of ``given``, or of what tuples in it hold, that may change after a call: no tensor, number or string.
+def find_mutable(given: Iterable[Any]) -> Any:
+    """The first of ``given``, tuples opened, that may change after a call: neither tensor, number nor string.
 
-    Lists, dicts and other objects may, such as a cache that layers add to. ``None`` if there is none.
+    These are lists, dicts and other objects, such as a cache that layers add to. ``None`` if there is none.
     """
     for value in given:
-        found = changeable(value) if isinstance(value, tuple) else None if isinstance(value, _CONSTANTS) else value
+        found = find_mutable(value) if isinstance(value, tuple) else None if isinstance(value, _CONSTANTS) else value
         if found is not None:
             return found
     return None
@@ -164,7 +164,7 @@ def buffers_of(module: nn.Module, changing: set[int]) -> list[Place]:
     ]
 
 
-def _only_gathered(module: nn.Module) -> bool:
+def _is_torch_batchnorm(module: nn.Module) -> bool:
     """Whether ``module`` is torch's own BatchNorm, which changes its buffers in training and does not read them."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).__module__.startswith("torch.nn.modules.")
 

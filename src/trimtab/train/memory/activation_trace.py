@@ -1,4 +1,4 @@
-"""One forward pass, traced: what it keeps for its backward pass, module by module, and how long each module takes."""
+"""Trace one forward pass: the tensors that each module saves for the backward pass, and the time of each module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trimtab.errors import WorkloadError
-from trimtab.train.memory.activation_checkpointing import changeable
-from trimtab.train.memory.peak_activations import Live, strided
+from trimtab.train.memory.activation_checkpointing import find_mutable
+from trimtab.train.memory.peak_activations import LiveStorages, strided
 
 _DIFFERENTIATED = (
     "activation_mb cannot be kept where the model or the loss differentiates within the forward pass, as a gradient penalty "
@@ -24,7 +24,7 @@ _DIFFERENTIATED = (
 
 @dataclasses.dataclass
 class Call:
-    """One call of a module. What is kept in it is ``Trace.kept[first:end]``."""
+    """One call of a module. The tensors saved in it are ``Trace.saved[first:end]``."""
 
     module: nn.Module
     parent: Call | None
@@ -39,14 +39,14 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep:
-    """A tensor that an operator keeps for the backward pass."""
+class SavedTensor:
+    """A tensor that an operator saves for the backward pass."""
 
     number: int
     """Of its storage."""
     bytes: int
     live: int
-    """Bytes alive at that moment, if nothing had been kept before."""
+    """Bytes alive at that moment, without tensors saved before."""
     call: Call | None
     """The innermost call around it."""
 
@@ -55,34 +55,34 @@ class Keep:
 class Trace:
     """A forward pass."""
 
-    kept: list[Keep] = dataclasses.field(default_factory=list)
+    saved: list[SavedTensor] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
     written: dict[int, int] = dataclasses.field(default_factory=dict)
     """By the number of a storage: how many operators had run when it was last changed in place."""
-    changeable: set[nn.Module] = dataclasses.field(default_factory=set)
+    mutable_inputs: set[nn.Module] = dataclasses.field(default_factory=set)
     """Modules that were given a list or an object."""
     seconds: dict[nn.Module, float] = dataclasses.field(default_factory=dict)
     """The time of each module's forward pass, in all its calls."""
 
 
 def trace(model: nn.Module, forward: Callable[[], object], device: torch.device) -> Trace:
-    """Run ``forward``, which calls ``model``, and record what it would keep.
+    """Run ``forward``, which calls ``model``, and record the tensors that it would save for the backward pass.
 
-    Nothing is kept, so this needs less memory than training.
+    No tensor is saved, so this needs less memory than training.
 
     Raises:
-        WorkloadError: there is a backward pass within, which needs what is not kept.
+        WorkloadError: the forward pass contains a backward pass, which needs the tensors that are not saved.
     """
     found = Trace()
     try:
         found.seconds = _seconds(model, forward, device)
-        with Live() as live, _recorded(model, live, found) as running:
+        with LiveStorages() as live, _recorded(model, live, found) as running:
 
-            def keep(tensor: torch.Tensor) -> None:
-                if tensor.layout == torch.strided and (size := live.counted(tensor)):
-                    found.kept.append(Keep(live.number(tensor), size, live.bytes, running[-1] if running else None))
+            def record(tensor: torch.Tensor) -> None:
+                if tensor.layout == torch.strided and (size := live.bytes_of(tensor)):
+                    found.saved.append(SavedTensor(live.number(tensor), size, live.bytes, running[-1] if running else None))
 
-            with torch.autograd.graph.saved_tensors_hooks(keep, _refuse):
+            with torch.autograd.graph.saved_tensors_hooks(record, _refuse):
                 forward()
             found.written = live.written
     except RuntimeError as error:
@@ -97,27 +97,27 @@ def _refuse(nothing: None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _recorded(model: nn.Module, live: Live, found: Trace) -> Iterator[list[Call]]:
-    """A block that records every call of a module within ``model``; it gets the list of calls that are under way."""
+def _recorded(model: nn.Module, live: LiveStorages, found: Trace) -> Iterator[list[Call]]:
+    """A block that records every call of a module within ``model``; yields the stack of running calls."""
     running: list[Call] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if changeable((*args, *kwargs.values())) is not None:
-            found.changeable.add(module)
-        inputs = [(live.number(tensor), live.counted(tensor)) for tensor in strided((args, kwargs))]
-        running.append(Call(module, running[-1] if running else None, len(found.kept), live.operators, inputs))
+        if find_mutable((*args, *kwargs.values())) is not None:
+            found.mutable_inputs.add(module)
+        inputs = [(live.number(tensor), live.bytes_of(tensor)) for tensor in strided((args, kwargs))]
+        running.append(Call(module, running[-1] if running else None, len(found.saved), live.operators, inputs))
         found.calls.append(running[-1])
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         call = running.pop()
-        call.end, call.ended = len(found.kept), live.operators
+        call.end, call.ended = len(found.saved), live.operators
 
     with _hooked(model, begin, end):
         yield running
 
 
 def _seconds(model: nn.Module, forward: Callable[[], object], device: torch.device) -> dict[nn.Module, float]:
-    """The shorter of two times of each module's forward pass, in seconds, with nothing kept."""
+    """The shorter of two times of each module's forward pass, in seconds, without saved tensors."""
 
     def clock() -> float:
         if device.type == "cuda":

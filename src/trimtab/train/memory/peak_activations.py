@@ -17,7 +17,7 @@ from trimtab.measure.profile import quiet
 from trimtab.measure.timer import gc_disabled
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block that counts the bytes of all storages that operators allocate in it, until they are freed.
 
     Storages from before the block do not count, nor does the memory that an operator allocates and frees within itself.
@@ -55,11 +55,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A number of the storage of ``tensor``, which no other storage ever gets."""
         return self._entry(tensor, new=False)[0]
 
-    def counted(self, tensor: torch.Tensor) -> int:
+    def bytes_of(self, tensor: torch.Tensor) -> int:
         """The bytes that the storage of ``tensor`` counts for; 0 if it is from before the block."""
         return self._entry(tensor, new=False)[1]
 
-    def leave_out(self, tensor: torch.Tensor) -> None:
+    def exclude(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor`` no longer."""
         number, size = self._entry(tensor, new=False)
         self.bytes -= size
@@ -88,7 +88,7 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
     ``parameters``, which recomputing does not change. A GPU is measured in a second run, because libraries allocate their
     workspaces in the first.
 
-    The host's allocator is observed with torch's profiler. If that is running already, :class:`Live` counts instead.
+    The host's allocator is observed with torch's profiler. If that is running already, :class:`LiveStorages` counts instead.
     """
     parameters = [p for p in parameters if p.requires_grad]
     with gc_disabled():  # garbage from before, in reference cycles, must not be freed during the measurement
@@ -96,7 +96,7 @@ def peak_activations(run: Callable[[], object], parameters: Iterable[torch.nn.Pa
             return _gpu_peak(run, parameters, device)
         if not torch._C._autograd._profiler_enabled():
             return _host_peak(run, parameters)
-        with Live() as live, _gradients_given_to(live.leave_out, parameters):
+        with LiveStorages() as live, _gradient_hooks(live.exclude, parameters):
             run()
         return int(live.peak)
 
@@ -121,7 +121,7 @@ def _host_peak(run: Callable[[], object], parameters: list[torch.nn.Parameter]) 
             pass
 
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with quiet(), _gradients_given_to(ready, parameters), recorded as seen:
+    with quiet(), _gradient_hooks(ready, parameters), recorded as seen:
         run()
     level = peak = 0
     for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -134,7 +134,7 @@ def _host_peak(run: Callable[[], object], parameters: list[torch.nn.Parameter]) 
 
 
 @contextlib.contextmanager
-def _gradients_given_to(ready: Callable[[torch.Tensor], None], parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+def _gradient_hooks(ready: Callable[[torch.Tensor], None], parameters: list[torch.nn.Parameter]) -> Iterator[None]:
     """A block in which ``ready`` gets the gradient of each parameter that had none, as soon as it is computed."""
 
     def hook(parameter: torch.Tensor) -> None:
