@@ -359,7 +359,7 @@ def test_damaged_checkpoints_do_not_push_out_whole_ones(tmp_path: pathlib.Path) 
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     for update in (5, 6, 7):
         assert checkpoints.save(update, {"x": torch.ones(1)}).exists()
-    assert [int(place.name[-2:]) for place in checkpoints._places()] == [9, 8, 7, 6]
+    assert [int(place.name[-2:]) for place in checkpoints._folders()] == [9, 8, 7, 6]
     checkpoints.save(10, {"x": torch.ones(1)})
     Checkpoints(tmp_path, keep_last=1).save(1, {"x": torch.ones(1)})
     assert (tmp_path / "update-00000001").exists()

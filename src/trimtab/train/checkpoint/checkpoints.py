@@ -50,14 +50,14 @@ _NAME = re.compile(r"update-(\d{8})|\.update-(\d{8})\.old")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a validation found for the parameters of a checkpoint."""
+    """The watched metric of a checkpoint's parameters, from their validation."""
 
     metric: str
     value: float
     mode: Literal["min", "max"]
 
     def better(self, other: Figure | None) -> bool:
-        """Whether it is better than ``other``, which is of another metric, worse, or missing; NaN is never better."""
+        """True if ``other`` is worse, of another metric, NaN or missing; NaN itself is never better."""
         if math.isnan(self.value):
             return False
         if other is None or math.isnan(other.value) or (other.metric, other.mode) != (self.metric, self.mode):
@@ -83,9 +83,9 @@ class Checkpoints:
                 raise UsageError(f"{name} is {value!r}; it is a number of checkpoints: a whole number of at least {least}.")
         self.folder, self.keep_last, self.keep_best = path_of(folder, "checkpoint", "checkpoints"), keep_last, keep_best
         self._figures: dict[pathlib.Path, Figure | None] = {}
-        """The figures of checkpoints that were read or written."""
-        self._whole: set[pathlib.Path] = set()
-        """Checkpoints known to be whole, so that their files are not hashed again."""
+        """The figures of the checkpoints that were read or written so far."""
+        self._intact: set[pathlib.Path] = set()
+        """Checkpoints known to be intact, so that their files are not hashed again."""
         self.damaged: dict[str, str] = {}
         """What is wrong with the checkpoints after the newest whole one, by name, as :meth:`newest` last found."""
 
@@ -105,7 +105,7 @@ class Checkpoints:
         place = self.folder / f"update-{update:08d}"
         partial = self.folder / f".{place.name}.{os.getpid()}"
         try:
-            self._sweep()
+            self._delete_old()
             partial.mkdir(parents=True)
             _write(partial, state, figure)
             if place.exists():  # the resumed run has made the update again
@@ -120,9 +120,9 @@ class Checkpoints:
                 f"The checkpoint after update {update} cannot be written to {self.folder}: {error.strerror or error}. {kept} "
                 "Make room, or give another checkpoint folder, and resume."
             ) from error
-        self._whole.add(place)
+        self._intact.add(place)
         self._figures[place] = figure
-        self._sweep(place)
+        self._delete_old(place)
         return place
 
     def lock(self) -> IO[str] | None:
@@ -158,7 +158,7 @@ class Checkpoints:
     def newest(self) -> pathlib.Path | None:
         """The folder of the newest whole checkpoint; ``None`` if there is none."""
         self.damaged = {}
-        for place in self._places():
+        for place in self._folders():
             if (damage := _damage(place)) is None:
                 return place
             self.damaged[place.name] = damage
@@ -168,13 +168,13 @@ class Checkpoints:
         """A sentence if :meth:`load` skipped damaged checkpoints; ``None`` if not. Hashes no files."""
         if not self.damaged:
             return None
-        whole = next(place.name for place in self._places() if place.name not in self.damaged)
+        whole = next(place.name for place in self._folders() if place.name not in self.damaged)
         reasons = "; ".join(f"{name}: {damage}" for name, damage in self.damaged.items())
         return f"The run goes on from {whole} in {self.folder}, because what is newer is damaged ({reasons})."
 
     def update(self) -> int | None:
         """The number of updates before the newest checkpoint, whole or not; ``None`` if there is none."""
-        return max(map(_number, self._places()), default=None)
+        return max(map(_number, self._folders()), default=None)
 
     def load(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """The state in the newest whole checkpoint, with its tensors on ``device``.
@@ -191,8 +191,8 @@ class Checkpoints:
         return read(place, device)
 
     def figures(self) -> dict[pathlib.Path, Figure]:
-        """The whole checkpoints whose state was validated, best first; of the newest one's metric."""
-        found = {place: figure for place in self._places() if (figure := self._figure(place)) is not None}
+        """The intact checkpoints that were validated by the same metric as the newest of them, best first."""
+        found = {place: figure for place in self._folders() if (figure := self._figure(place)) is not None}
         first = next(iter(found.values()), None)
         alike = {place: figure for place, figure in found.items() if first and figure.metric == first.metric}
         sign = -1 if first is not None and first.mode == "max" else 1
@@ -206,7 +206,7 @@ class Checkpoints:
         found = self._figures[place]
         return None if found is None or math.isnan(found.value) else found
 
-    def _places(self) -> list[pathlib.Path]:
+    def _folders(self) -> list[pathlib.Path]:
         """All checkpoint folders, newest first."""
         named = sorted(
             place for place in (self.folder.iterdir() if os.path.isdir(self.folder) else ()) if _NAME.fullmatch(place.name)
@@ -214,14 +214,14 @@ class Checkpoints:
         found = {_number(place): place for place in named}  # of two with one number, the plain name, which sorts last
         return [found[number] for number in sorted(found, reverse=True)]
 
-    def _sweep(self, written: pathlib.Path | None = None) -> None:
-        """Delete temporary folders of killed processes, and whole checkpoints that are neither new nor good enough."""
-        for place in self._places():
+    def _delete_old(self, written: pathlib.Path | None = None) -> None:
+        """Delete temporary folders of killed processes, and checkpoints beyond ``keep_last`` and ``keep_best``."""
+        for place in self._folders():
             if place.name.startswith("."):
                 os.replace(place, self.folder / f"update-{_number(place):08d}")
         for left in self.folder.glob(".update-*"):
             shutil.rmtree(left, ignore_errors=True)
-        places = self._places()
+        places = self._folders()
         if len(places) <= self.keep_last:
             return
         best = list(self.figures())[: self.keep_best] if self.keep_best else []
@@ -230,8 +230,8 @@ class Checkpoints:
             if whole >= self.keep_last and place != written and place not in best:
                 self._figures.pop(place, None)
                 shutil.rmtree(place, ignore_errors=True)
-            elif place in self._whole or not _damage(place):
-                self._whole.add(place)
+            elif place in self._intact or not _damage(place):
+                self._intact.add(place)
                 whole += 1
 
 
@@ -327,7 +327,7 @@ class Encoder:
                     f"A tensor of {value.dtype} cannot be kept in a checkpoint: its scale is no part of its numbers. Train "
                     "before it is quantized, or leave out checkpoint=..."
                 )
-            return {"tensor": self._keep(value)} if value.layout == torch.strided else self._sparse(value)
+            return {"tensor": self._add_tensor(value)} if value.layout == torch.strided else self._sparse(value)
         if isinstance(value, float) and not math.isfinite(value):  # JSON has no NaN and infinity
             return {"float": str(float(value))}
         if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (bool, int, float, str)):
@@ -352,7 +352,7 @@ class Encoder:
                 f"A numpy array of {value.dtype} cannot be kept in a checkpoint. Use numbers, or lists and dicts of them, "
                 "in what state_dict() returns."
             )
-        key = self._keep(torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8))
+        key = self._add_tensor(torch.frombuffer(bytearray(value.tobytes() or b"\0"), dtype=torch.uint8))
         return {"array": key, "dtype": value.dtype.str, "shape": list(value.shape), "alone": isinstance(value, np.generic)}
 
     def _sparse(self, tensor: torch.Tensor) -> Any:
@@ -364,10 +364,10 @@ class Encoder:
             )
         parts = [getattr(tensor, name)().contiguous() for name in names]
         sorted_once = tensor.layout == torch.sparse_coo and tensor.is_coalesced()
-        keys = [self._keep(part) for part in parts]
+        keys = [self._add_tensor(part) for part in parts]
         return {"sparse": str(tensor.layout), "size": list(tensor.shape), "parts": keys, "coalesced": sorted_once}
 
-    def _keep(self, tensor: torch.Tensor) -> str:
+    def _add_tensor(self, tensor: torch.Tensor) -> str:
         storage = tensor.untyped_storage().data_ptr()
         place = (storage, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
         if storage and place in self._keys:
@@ -390,7 +390,7 @@ class _Checker(Encoder):
         """``value`` as JSON; lazy parameters, which have no values yet, are not checked."""
         return None if is_lazy(value) else super().encode(value)
 
-    def _keep(self, tensor: torch.Tensor) -> str:
+    def _add_tensor(self, tensor: torch.Tensor) -> str:
         return ""
 
 

@@ -130,7 +130,7 @@ def differences(before: Options, now: Options, skipped: Collection[str]) -> Iter
     Rates that a scheduler derives from the chosen rate are compared by their ratio to it.
     """
     for place, (was, has) in enumerate(zip(before, now, strict=False)):
-        rate, prefix = learning_rates.chosen(has), f"param_groups[{place}]." if len(now) > 1 else ""
+        rate, prefix = learning_rates.chosen_key(has), f"param_groups[{place}]." if len(now) > 1 else ""
         factor = float(has[rate]) / float(was[rate]) if was.get(rate) and has.get(rate) else 1.0
         for name in sorted(was.keys() & has.keys() - ({"lr"} - {rate})):  # a scheduler changes lr in each update
             option, one, other = "lr" if name == rate else name, was[name], has[name]
@@ -180,11 +180,11 @@ def apply_override(context: RunContext, scheduler: LRScheduler | None) -> None:
         was = groups[0][name]
         if name == "lr":
             learning_rates.scale(context.optimizer, scheduler, 1.0)  # scale_to_batches() scales them again
-            rate = learning_rates.chosen(groups[0])
+            rate = learning_rates.chosen_key(groups[0])
             was = float(groups[0][rate])
             learning_rates.multiply(context.optimizer, scheduler, [learning_rates.factor(group, value) for group in groups])
             if scheduler is None or rate == "lr":
-                learning_rates.put(groups, [value] * len(groups))  # exactly, without rounding of the factor
+                learning_rates.set_rates(groups, [value] * len(groups))  # exactly, without rounding of the factor
             for each in context.options:
                 each |= learning_rates.multiplied(each, learning_rates.factor(each, value)) | {rate: value}
         else:

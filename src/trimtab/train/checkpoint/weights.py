@@ -11,7 +11,7 @@ from trimtab.errors import UsageError
 from trimtab.train.checkpoint.checkpoints import Checkpoints, Figure, read
 from trimtab.train.runtime.state_dict_versions import versioned
 
-KEEP = "Give Trainer(keep_best=1), or EarlyStopping(), and fit(train, validate)"
+HOW_TO_KEEP = "Give Trainer(keep_best=1), or EarlyStopping(), and fit(train, validate)"
 """How to have the weights of the best validation kept."""
 
 
@@ -35,11 +35,11 @@ def weights(folder: str | os.PathLike[str], which: Literal["best", "last"] = "be
     checkpoints = Checkpoints(folder)
     newest = checkpoints.load()
     if which == "last":
-        return _shown(newest)
+        return _evaluation_weights(newest)
     found = best(checkpoints, newest, None)
     if found is None:
         where = pathlib.Path(folder)
-        raise UsageError(f"No checkpoint in {where} has the weights of a validation. {KEEP}; or take which='last'.")
+        raise UsageError(f"No checkpoint in {where} has the weights of a validation. {HOW_TO_KEEP}; or take which='last'.")
     return found
 
 
@@ -53,11 +53,11 @@ def best(checkpoints: Checkpoints, newest: Mapping[str, Any], least: Figure | No
             kept, found = figure, versioned(newest["best"], newest["versions"])
     for place, figure in checkpoints.figures().items():
         if figure.better(kept):
-            kept, found = figure, _shown(read(place))
+            kept, found = figure, _evaluation_weights(read(place))
     return found
 
 
-def _shown(state: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation_weights(state: Mapping[str, Any]) -> dict[str, Any]:
     """The weights that were validated: the average, if the run has one, else the parameters."""
     model, average = state["model"], state["ema"] or {}
     shown = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trimtab.errors import UsageError
-from trimtab.train.checkpoint.weights import KEEP, best
+from trimtab.train.checkpoint.weights import HOW_TO_KEEP, best
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime.state_dict_versions import versioned, versions
 
@@ -30,6 +30,6 @@ def load(context: RunContext) -> None:
             parts = {name: context.world.shard(value, now[name]) for name, value in better.items()}
             found = versioned(parts, versions(better))
     if found is None:
-        raise UsageError(f"load_best() has nothing to load: the weights of no validation were kept. {KEEP}.")
+        raise UsageError(f"load_best() has nothing to load: the weights of no validation were kept. {HOW_TO_KEEP}.")
     context.eval_weights.restore_last(update=context.position.update, same=True)
     context.eval_weights.apply(found)

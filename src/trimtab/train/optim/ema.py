@@ -50,7 +50,7 @@ class Ema:
         """Begin a new average with the present parameters."""
         self.updates = 0
         """The number of updates in the average."""
-        self.shadow = {name: _taken(value) for name, value in self._values(model).items()}
+        self.shadow = {name: _averaging_copy(value) for name, value in self._values(model).items()}
         self._exact: dict[str, torch.Tensor] = {}
         """The unrounded average of values that the model holds in fewer bits, while the model has the average."""
 
@@ -61,7 +61,7 @@ class Ema:
         kinds: dict[Any, list[str]] = {}  # tensors of different meshes cannot be in one foreach operation
         for name, value in values.items():
             if value.layout != torch.strided:
-                self.shadow[name] = _taken(value)
+                self.shadow[name] = _averaging_copy(value)
             elif _is_averaged(model, name, value):
                 kind = getattr(value, "device_mesh", None), value.is_complex(), self._decay_of(name)
                 kinds.setdefault(kind, []).append(name)
@@ -130,10 +130,10 @@ class Ema:
 
     def _kept(self, name: str, value: torch.Tensor) -> torch.Tensor:
         kept = self.shadow.get(name)
-        if kept is not None and (kept.shape, kept.dtype) == (value.shape, _wide(value)):
+        if kept is not None and (kept.shape, kept.dtype) == (value.shape, _averaging_dtype(value)):
             return kept
         self._exact.pop(name, None)
-        return _taken(value)
+        return _averaging_copy(value)
 
     def _values(self, model: nn.Module) -> dict[str, torch.Tensor]:
         values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -228,22 +228,22 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
 
 
-def _wide(value: torch.Tensor) -> torch.dtype:
+def _averaging_dtype(value: torch.Tensor) -> torch.dtype:
     """The dtype in which ``value`` is averaged."""
     return torch.float32 if value.is_floating_point() and value.itemsize < 4 else value.dtype
 
 
-def _taken(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().clone().to(_wide(value))
+def _averaging_copy(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone().to(_averaging_dtype(value))
 
 
 def _equal(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Whether two state dicts have equal tensors; extra state of other types is not compared."""
     pairs = [(now.get(name), value) for name, value in before.items() if isinstance(value, torch.Tensor)]
-    return all(isinstance(one, torch.Tensor) and _alike(one, other) for one, other in pairs)
+    return all(isinstance(one, torch.Tensor) and _tensors_equal(one, other) for one, other in pairs)
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _tensors_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = (getattr(each, "to_local", lambda each=each: each)() for each in (one, other))  # of each process
     other = other.to(one.device)  # best weights from a checkpoint lie on the CPU
     return (one.shape, one.dtype) == (other.shape, other.dtype) and equal_nan(one, other)

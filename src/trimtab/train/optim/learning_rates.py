@@ -17,7 +17,7 @@ SCALE = "trimtab_lr_scale"
 """Key in a parameter group: the factor that its rates were multiplied by. Checkpoints keep the key."""
 RATES = ("initial_lr", "max_lr", "min_lr", "swa_lr", "lr")
 """Keys of learning rates that optimizers and torch's schedulers use in a parameter group."""
-KEPT = ("base_lrs", "max_lrs", "_last_lr")
+SCHEDULER_RATES = ("base_lrs", "max_lrs", "_last_lr")
 """Attributes of torch's schedulers that hold one learning rate per parameter group."""
 
 
@@ -69,7 +69,7 @@ def multiply(optimizer: Optimizer, scheduler: LRScheduler | None, factors: Seque
 
 
 @torch.no_grad()
-def put(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
     """Set ``lr`` of each parameter group."""
     for group, rate in zip(groups, rates, strict=True):
         _write(group, "lr", rate)
@@ -82,14 +82,14 @@ def _write(group: dict[str, Any], name: str, rate: Any) -> None:
         group[name] = rate
 
 
-def chosen(group: Mapping[str, Any]) -> str:
+def chosen_key(group: Mapping[str, Any]) -> str:
     """The key of the rate in a parameter group that the user chose; a scheduler derives the others from it."""
     return next((name for name in ("max_lr", "initial_lr") if group.get(name) is not None), "lr")
 
 
 def factor(group: Mapping[str, Any], rate: float) -> float:
     """The factor by which the chosen rate of a parameter group becomes ``rate``; 1 if it is 0."""
-    base = float(group[chosen(group)])
+    base = float(group[chosen_key(group)])
     return rate / base if base else 1.0
 
 
@@ -102,7 +102,7 @@ def _scale_schedule(scheduler: Any, factors: Mapping[int, float]) -> None:
     """Multiply the rates in ``scheduler`` and its inner schedulers by the factor of their group, given by its id."""
     for inner in getattr(scheduler, "_schedulers", ()):
         _scale_schedule(inner, factors)
-    for name in KEPT:
+    for name in SCHEDULER_RATES:
         if rates := getattr(scheduler, name, None):
             groups = scheduler.optimizer.param_groups
             setattr(scheduler, name, [rate * factors[id(group)] for rate, group in zip(rates, groups, strict=False)])

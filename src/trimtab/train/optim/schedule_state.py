@@ -45,8 +45,8 @@ def scheduler_for(context: RunContext, updates: int | None) -> LRScheduler | Non
     if updates is None:
         raise UsageError("The schedule needs the number of updates, and the loader has no length. Give fit(steps=...).")
     if before is None or context.resuming is not None:
-        return _made(context, updates)
-    return before if context.scheduled == updates else fitted(context, before, updates)
+        return _make_scheduler(context, updates)
+    return before if context.scheduled == updates else refit(context, before, updates)
 
 
 def restore(context: RunContext, state: Mapping[str, Any]) -> list[str]:
@@ -64,7 +64,7 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> list[str]:
         return []
     follows = isinstance(context.schedule, LRScheduler) or _follow_validation(scheduler)
     if planned is not None and planned != state["planned"] and not follows:
-        context.scheduler = fitted(context, scheduler, planned)
+        context.scheduler = refit(context, scheduler, planned)
         text = f"The run has {planned} updates now, and had {state['planned']}"
         context.note_once(f"{text}: its schedule is the script's for {planned} updates.")
         return []
@@ -74,13 +74,13 @@ def restore(context: RunContext, state: Mapping[str, Any]) -> list[str]:
     return list(_differences(state["schedule_begun"], script))
 
 
-def fitted(context: RunContext, before: LRScheduler, updates: int) -> LRScheduler:
+def refit(context: RunContext, before: LRScheduler, updates: int) -> LRScheduler:
     """A scheduler for a run of ``updates`` in place of ``before``, with its rates, advanced by the updates that are made."""
     if _follow_validation(before):
         return before
     learning_rates.scale(context.optimizer, None, 1.0)
-    had = [float(group[learning_rates.chosen(group)]) for group in context.optimizer.param_groups]
-    made = _made(context, updates)
+    had = [float(group[learning_rates.chosen_key(group)]) for group in context.optimizer.param_groups]
+    made = _make_scheduler(context, updates)
     learning_rates.multiply(context.optimizer, made, list(map(learning_rates.factor, context.optimizer.param_groups, had)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of steps without updates
@@ -89,14 +89,14 @@ def fitted(context: RunContext, before: LRScheduler, updates: int) -> LRSchedule
     return made
 
 
-def _made(context: RunContext, updates: int) -> LRScheduler:
+def _make_scheduler(context: RunContext, updates: int) -> LRScheduler:
     """A new scheduler for ``updates``, from the rates that the optimizer had before the last one."""
     schedule, groups = context.schedule, context.optimizer.param_groups
     assert schedule is not None
     assert not isinstance(schedule, LRScheduler)
     learning_rates.scale(context.optimizer, None, 1.0)  # a schedule may set rates of its own, which are unscaled
     if context.scheduler is not None:
-        learning_rates.put(groups, [float(group.pop("initial_lr", group["lr"])) for group in groups])
+        learning_rates.set_rates(groups, [float(group.pop("initial_lr", group["lr"])) for group in groups])
     made = build(schedule, context.optimizer, updates)
     context.scheduled, context.schedule_begun = updates, copy.deepcopy(state_of(made))  # it writes into its lists
     return made

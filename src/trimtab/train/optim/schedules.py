@@ -38,7 +38,7 @@ Schedule = Callable[[Optimizer, int], LRScheduler]
 
 ENDLESS = 10**7
 """The number of updates of a timed run without a given end. A schedule may end before that: the rate then stays."""
-_LONG, _LITTLE = 100, 1e-3
+_MIN_UPDATES, _NEGLIGIBLE = 100, 1e-3
 """Least updates of a run to detect a schedule made for epochs, and the share of the rate that counts as nothing left."""
 
 
@@ -56,12 +56,12 @@ def cosine(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
 
     Source: Loshchilov & Hutter 2016, https://arxiv.org/abs/1608.03983
     """
-    return _shaped(warmup, floor, lambda done: (1 + math.cos(math.pi * done)) / 2)
+    return _with_warmup(warmup, floor, lambda done: (1 + math.cos(math.pi * done)) / 2)
 
 
 def linear(*, warmup: float = 0.05, floor: float = 0.0) -> Schedule:
     """Rise to the optimizer's rate in the first ``warmup`` share of the run, then fall linearly to ``floor`` times that."""
-    return _shaped(warmup, floor, lambda done: 1 - done)
+    return _with_warmup(warmup, floor, lambda done: 1 - done)
 
 
 def check_given(schedule: Any) -> None:
@@ -232,9 +232,9 @@ def remark(scheduler: LRScheduler | None, updates: int | None, epoch: int | None
         updates: updates of the run in all, if known.
         epoch: updates of one epoch, if known.
     """
-    if scheduler is None or updates is None or not _LONG <= updates < ENDLESS:
+    if scheduler is None or updates is None or not _MIN_UPDATES <= updates < ENDLESS:
         return None
-    for each in _acting_last(scheduler):
+    for each in _final_schedulers(scheduler):
         if 0 < (end := _end(each, updates)) < updates / 10:
             one = "updates" if epoch is None else f"{epoch:,} updates"
             return (
@@ -245,11 +245,11 @@ def remark(scheduler: LRScheduler | None, updates: int | None, epoch: int | None
     return None
 
 
-def _acting_last(scheduler: LRScheduler) -> list[LRScheduler]:
+def _final_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
     """The schedulers in ``scheduler`` that set the rate at the end of a run, or itself if it is made of none."""
     inner = inner_schedulers(scheduler)
     acting = inner[-1:] if isinstance(scheduler, SequentialLR) else inner
-    return [each for one in acting for each in _acting_last(one)] or [scheduler]
+    return [each for one in acting for each in _final_schedulers(one)] or [scheduler]
 
 
 def _ended(scheduler: LRScheduler) -> bool:
@@ -266,7 +266,7 @@ def _end(scheduler: LRScheduler, updates: int) -> float:
     """The update at which ``scheduler`` has no change left, or next to nothing of the rate; infinite if that is not known."""
     if isinstance(scheduler, (StepLR, ExponentialLR)) and 0 < scheduler.gamma < 1:
         every = scheduler.step_size if isinstance(scheduler, StepLR) else 1
-        return every * math.log(_LITTLE) / math.log(scheduler.gamma)
+        return every * math.log(_NEGLIGIBLE) / math.log(scheduler.gamma)
     if isinstance(scheduler, MultiStepLR):
         return max(scheduler.milestones, default=0)
     if isinstance(scheduler, CosineAnnealingLR):
@@ -275,20 +275,20 @@ def _end(scheduler: LRScheduler, updates: int) -> float:
         return math.inf
     if isinstance(scheduler, (LinearLR, PolynomialLR)):
         return scheduler.total_iters
-    if isinstance(scheduler, LambdaLR) and any(_spent(shape, updates) for shape in scheduler.lr_lambdas):
+    if isinstance(scheduler, LambdaLR) and any(_decays_to_zero(shape, updates) for shape in scheduler.lr_lambdas):
         return updates * 9 // 100
     return math.inf
 
 
-def _spent(shape: Callable[[int], float], updates: int) -> bool:
+def _decays_to_zero(shape: Callable[[int], float], updates: int) -> bool:
     """Whether the factor ``shape`` stays nearly 0 from 9% of a run of ``updates`` on, compared to what it was before."""
     with contextlib.suppress(WorkloadError), user_code("The schedule raised"):  # raised when the run reaches that update
         factors = [shape(updates * share // 100) for share in range(100)]
-        return max(factors[9:]) < _LITTLE * max(factors[:9])
+        return max(factors[9:]) < _NEGLIGIBLE * max(factors[:9])
     return False
 
 
-def _shaped(warmup: float, floor: float, shape: Callable[[float], float]) -> Schedule:
+def _with_warmup(warmup: float, floor: float, shape: Callable[[float], float]) -> Schedule:
     _check_share(warmup)
 
     def schedule(optimizer: Optimizer, updates: int) -> LRScheduler:
