@@ -14,7 +14,7 @@ from trimtab.measure.stats import percentile
 
 
 class Distribution(NamedTuple):
-    """What samples are like. A value that the number of samples cannot give is ``None``: p95 takes 59 of them."""
+    """Statistics of samples. A value is ``None`` if there are too few samples for it: p95 takes 59."""
 
     median: float | None
     spread: float | None
@@ -22,13 +22,13 @@ class Distribution(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Distribution:
-        """Of ``samples``, those left out that are not finite."""
+        """The statistics of the finite ``samples``."""
         found = np.sort(np.asarray(samples, np.float64))
         finite = found[np.isfinite(found)]
         if not (count := len(finite)):
             return cls(None, None, None)
-        apart = finite - finite.mean()
-        spread = math.sqrt(apart @ apart / (count - 1)) if count > 1 else None
+        centered = finite - finite.mean()
+        spread = math.sqrt(centered @ centered / (count - 1)) if count > 1 else None
         median = float(finite[(count - 1) // 2] + finite[count // 2]) / 2
         return cls(median, spread, percentile(finite.tolist(), 0.95))
 

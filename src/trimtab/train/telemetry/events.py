@@ -48,15 +48,15 @@ class Progressed(Event):
     shares: Mapping[str, float]
     """Share of the time by phase; together 1."""
     median_ms: float | None = None
-    """Median milliseconds of an update, from one to the next as the host sees them, without validations."""
+    """Median milliseconds of an update: the host's time from one update to the next, without validations."""
     spread_ms: float | None = None
-    """Standard deviation of the same."""
+    """Standard deviation of an update's milliseconds."""
     p95_ms: float | None = None
-    """95th percentile of the same; ``None`` for fewer than 59 updates, which cannot tell."""
+    """95th percentile of an update's milliseconds; ``None`` for fewer than 59 updates."""
     loss_spread: float | None = None
     """Standard deviation of the loss over these updates."""
     loss_p95: float | None = None
-    """95th percentile of the loss over the same; ``None`` for fewer than 59 updates."""
+    """95th percentile of the loss over these updates; ``None`` for fewer than 59."""
     resident_mb: float | None = None
     """Resident memory of the process now, in MB (10**6 bytes)."""
     allocated_mb: float | None = None
@@ -64,9 +64,9 @@ class Progressed(Event):
     reserved_mb: float | None = None
     """Memory of the GPU that torch's allocator holds now."""
     logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Means of what :func:`trimtab.train.log` was given since the last event of this kind, by name."""
+    """Means of the values given to :func:`trimtab.train.log` since the last event of this kind, by name."""
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Of several optimizers: the learning rate of the first parameter group of each, by name."""
+    """With several optimizers: the learning rate of the first parameter group of each, by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Validated(Event):
     metrics: Mapping[str, float]
     best: bool
     logged: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Means of what :func:`trimtab.train.log` was given in the validation, by name."""
+    """Means of the values given to :func:`trimtab.train.log` in the validation, by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

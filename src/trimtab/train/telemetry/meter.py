@@ -33,15 +33,15 @@ class Meter:
         self._unread: list[Update] = []
         self._examples = self._all_examples = 0
         self._spent = dict.fromkeys(PHASES, 0.0)
-        self._marked: float | None = None
-        """When the last update ended, later by what was not of updates since."""
+        self._last_end: float | None = None
+        """When the last update ended, in s; pauses since then are added."""
         self._times = array.array("d")
         """Seconds of the updates since the last report."""
         self._all_times = array.array("d")
-        self._like: dict[str, float | None] = {}
-        """What the losses of the last report are like."""
+        self._distribution: dict[str, float | None] = {}
+        """Statistics of times and losses in the last report."""
         self._paused_s = 0.0
-        """Seconds since the last report that are not of updates."""
+        """Seconds of pauses, such as validations, since the last report."""
         self._loss: float | None = None
         self._norm = float("nan")
         self._group: Sequence[Batch] = ()
@@ -55,9 +55,9 @@ class Meter:
     def count(self, update: Update, group: Sequence[Batch]) -> None:
         """Count an update that was made from the batches of ``group``."""
         now = time.perf_counter()
-        if self._marked is not None:
-            self._times.append(now - self._marked)
-        self._marked = now
+        if self._last_end is not None:
+            self._times.append(now - self._last_end)
+        self._last_end = now
         self._unread.append(update)
         self._group = group or self._group
         for batch in group:
@@ -80,7 +80,7 @@ class Meter:
         skipped = len(losses) - len(applied)
         losses = applied or losses
         self._loss = sum(losses) / len(losses)
-        self._like = of_updates(self._times, losses)
+        self._distribution = of_updates(self._times, losses)
         spent["other"], self._paused_s = max(spent["other"] - self._paused_s, 0.0), 0.0
         both = self.context.world.gathered((Pace(self._examples, spent), self.context.log.take()))
         paces = [pace for pace, _ in both]
@@ -100,7 +100,7 @@ class Meter:
             step_ms=1e3 * total / len(self._unread),
             skipped=skipped,
             shares=_shares(spent, total),
-            **self._like,
+            **self._distribution,
             **memory(self.context.device),
             logged=means([sums for _, sums in both]),
         )
@@ -128,7 +128,7 @@ class Meter:
             seconds = time.perf_counter() - began
             self._since += seconds
             self._paused_s += seconds
-            self._marked = None if self._marked is None else self._marked + seconds
+            self._last_end = None if self._last_end is None else self._last_end + seconds
 
     def summary(self, ended: str) -> Summary:
         """The summary of the run, which ended for the reason ``ended``."""
@@ -151,7 +151,7 @@ class Meter:
             shares=_shares(self._spent, sum(self._spent.values())),
             skipped=context.position.skipped,
             **{
-                **self._like,
+                **self._distribution,
                 **{name: value for name, value in of_updates(self._all_times, ()).items() if name.endswith("_ms")},
             },
             **memory(context.device),
@@ -160,9 +160,9 @@ class Meter:
         )
 
     def _flops_share(self) -> tuple[float | None, str | None]:
-        """See :func:`flops_share`, by the time in updates without that between them.
+        """:func:`flops_share` for the time within updates, without the work between them.
 
-        It calls the loss once more, which only ``"auto"`` and ``compile`` ask for.
+        It calls the loss once more, so it runs only with ``"auto"`` settings or ``compile``.
         """
         if not (self.context.decided or self.context.settings.compile is True):
             return None, None

@@ -92,7 +92,7 @@ class ModelSummary:
 
 
 def model_summary(model: nn.Module, batch: Batch) -> ModelSummary:
-    """The layers of ``model`` with what one forward pass over ``batch`` makes and computes.
+    """The layers of ``model``, with their outputs and operations in one forward pass over ``batch``.
 
     The model runs in evaluation mode and without gradients; its modes and the random generators are as before.
 
@@ -120,7 +120,7 @@ def model_summary(model: nn.Module, batch: Batch) -> ModelSummary:
 
 
 class _Recorder:
-    """A block in which every layer of ``model`` records what it is called with and gives."""
+    """A block that records the outputs and operations of every layer of ``model``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {
@@ -130,29 +130,29 @@ class _Recorder:
         }
         self._outputs: dict[nn.Module, list[torch.Tensor]] = {}
         self._flops: dict[nn.Module, int] = {}
-        self._busy = False
+        self._counting = False
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
         for module in self.modules:
-            handle = module.register_forward_hook(self._heard, with_kwargs=True)
+            handle = module.register_forward_hook(self._record, with_kwargs=True)
             self._undo.append(handle.remove)
 
     def __exit__(self, *_: object) -> None:
         for undo in self._undo:
             undo()
 
-    def _heard(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._busy:  # it is being counted
+    def _record(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._counting:  # count_flops() calls the layer
             return
         self._outputs.setdefault(module, []).extend(tensors_of(output))
-        if any(True for _ in module.children()):  # what it computes itself cannot be told from what its parts do
+        if any(True for _ in module.children()):  # its own operations cannot be told from those of its parts
             return
-        self._busy = True
+        self._counting = True
         try:
             self._flops[module] = self._flops.get(module, 0) + count_flops(module, args, kwargs).total
         finally:
-            self._busy = False
+            self._counting = False
 
     def layers(self) -> tuple[Layer, ...]:
         """A row per layer, in the order of the model."""

@@ -40,15 +40,15 @@ class Summary:
     """Share of the time of the updates by phase; together 1."""
     skipped: int
     median_ms: float | None = None
-    """Median milliseconds of an update, from one to the next as the host sees them, without validations."""
+    """Median milliseconds of an update: the host's time from one update to the next, without validations."""
     spread_ms: float | None = None
-    """Standard deviation of the same."""
+    """Standard deviation of an update's milliseconds."""
     p95_ms: float | None = None
-    """95th percentile of the same; ``None`` for fewer than 59 updates, which cannot tell."""
+    """95th percentile of an update's milliseconds; ``None`` for fewer than 59 updates."""
     loss_spread: float | None = None
     """Standard deviation of the loss over the last updates that were logged."""
     loss_p95: float | None = None
-    """95th percentile of the loss over the same; ``None`` for fewer than 59 updates."""
+    """95th percentile of the loss over the last updates that were logged; ``None`` for fewer than 59."""
     resident_mb: float | None = None
     """Resident memory of the process at the end, in MB (10**6 bytes)."""
     allocated_mb: float | None = None
