@@ -55,9 +55,7 @@ BLOCKED = ("train", "eval")
 
 def allow_modes(model: nn.Module) -> None:
     """Let ``train()`` and ``eval()`` work on exported modules in ``model``, and set evaluation mode, as in their graphs."""
-    found = [
-        part for part in model.modules() if isinstance(part, fx.GraphModule) and not vars(part).keys().isdisjoint(BLOCKED)
-    ]
+    found = [part for part in model.modules() if isinstance(part, fx.GraphModule) and not vars(part).keys().isdisjoint(BLOCKED)]
     for part in found:
         for name in BLOCKED:
             vars(part).pop(name, None)
