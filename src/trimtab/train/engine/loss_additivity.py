@@ -25,7 +25,7 @@ from trimtab.train.engine.step import Step
 from trimtab.train.loss.adapter import Batch, examples
 from trimtab.train.loss.loss_parity import ROUNDING, rounding
 from trimtab.train.run_context import RunContext
-from trimtab.train.runtime.memory_errors import raise_unless_retryable, out_of_memory
+from trimtab.train.runtime.memory_errors import out_of_memory, raise_unless_retryable
 from trimtab.train.runtime.snapshots import Snapshot, rolled_back
 from trimtab.train.runtime.world import weighted
 
