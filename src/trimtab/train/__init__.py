@@ -1,4 +1,4 @@
-"""Training: a loop that is fast by default, right in the corners, and can be cut off at any time."""
+"""Training: loaders, losses, schedules, callbacks and tuning for the Trainer, and the parts of its loop."""
 
 from trimtab.train.autotune.batch_size import find_batch
 from trimtab.train.autotune.learning_rate import find_lr

@@ -83,7 +83,7 @@ class Parts(Step):
         if needs_closure(made):
             raise UsageError(f"{type(made).__name__} needs a closure. Call its step(closure) yourself, or use Trainer.")
         super().__init__(
-            world.wrap(model, settings, fresh=True), LossAdapter(_counts), made, settings, world, HostClock(), norm_every=1
+            world.wrap(model, settings, fresh=True), LossAdapter(_no_loss), made, settings, world, HostClock(), norm_every=1
         )
         self.update = 0
         """Updates made."""
@@ -93,9 +93,9 @@ class Parts(Step):
         self._move = setup.apply_memory_format(model, settings, self.device)
         self._skip = 0
         """Batches of :attr:`epoch` that were used before :meth:`load`."""
-        self._begun: dict[str, Any] = {}
+        self._epoch_random: dict[str, Any] = {}
         """Random states as the epoch began."""
-        self._now: dict[str, Any] | None = None
+        self._resume_random: dict[str, Any] | None = None
         """Random states to go on with after :meth:`load`."""
         self._feed: MicroBatcher | None = None
         self._count, self._place, self._batch = 1, 0, None
@@ -103,7 +103,7 @@ class Parts(Step):
         """The batches of the last update, for a process that has none left and must keep step."""
         self._losses: list[torch.Tensor] = []
         self._weights: list[Weight] = []
-        self._within = contextlib.ExitStack()
+        self._update_block = contextlib.ExitStack()
 
     @property
     def last(self) -> bool:
@@ -118,10 +118,10 @@ class Parts(Step):
         check_loader(loader, "loader")
         feed = self._feed = setup.feed_for(self.world.share(loader, "loader"), self.settings, self.clock, self._move)
         skip = self._skip if epoch == self.epoch else 0
-        self.epoch, self._skip, now, self._now = epoch, 0, self._now, None
+        self.epoch, self._skip, now, self._resume_random = epoch, 0, self._resume_random, None
         if now is not None:
-            self._set_random(self._begun if skip else now)
-        self._begun = self._random()
+            self._set_random(self._epoch_random if skip else now)
+        self._epoch_random = self._random()
         feed.begin(epoch, skip)
         feed.taken = skip
         if now is not None and skip:
@@ -132,7 +132,7 @@ class Parts(Step):
             for self._place, batch in enumerate(group):
                 self._batch = batch
                 yield batch
-        self._skip, self.epoch, self._begun = 0, epoch + 1, {}
+        self._skip, self.epoch, self._epoch_random = 0, epoch + 1, {}
         self._feed = None
 
     def backward(self, loss: torch.Tensor, *, weight: float | None = None) -> None:
@@ -145,7 +145,7 @@ class Parts(Step):
         if self._place == 0 and not self._losses:
             if self._typical_weight is None and self.world.size > 1:
                 self._typical_weight = self.world.average(examples(self._batch))
-            self._within.enter_context(self.world.together(update=True))
+            self._update_block.enter_context(self.world.together(update=True))
         counts: Weight = examples(self._batch) if weight is None else weight
         if not self.world.counts:  # it only keeps step with processes that have more batches
             loss, counts = loss.nan_to_num() * 0, counts * 0
@@ -170,7 +170,7 @@ class Parts(Step):
             raise UsageError(
                 f"step() follows {self._count} calls of backward(), one for each batch, and saw {len(self._losses)}."
             )
-        self._within.close()
+        self._update_block.close()
         found = MicroBatchLosses(self._losses, self._weights, None)
         self._losses, self._weights = [], []
         update = self._mean_gradients(found, self._parameters)
@@ -196,7 +196,7 @@ class Parts(Step):
             "optimizer": world.unsharded(self.optimizer.state_dict()),
             "step": self.state_dict(),
             "position": {"update": self.update, "epoch": self.epoch, "batch": 0 if self._feed is None else self._feed.taken},
-            "begun": world.gathered(self._begun),
+            "begun": world.gathered(self._epoch_random),
             "random": world.gathered(self._random()),
             "state": state,
         }
@@ -225,7 +225,7 @@ class Parts(Step):
         self.load_state_dict(found["step"])
         position = found["position"]
         self.update, self.epoch, self._skip = position["update"], position["epoch"], position["batch"]
-        self._begun, self._now = found["begun"][world.index], found["random"][world.index]
+        self._epoch_random, self._resume_random = found["begun"][world.index], found["random"][world.index]
         state: Mapping[str, Any] = found["state"]
         return state
 
@@ -244,6 +244,6 @@ class Parts(Step):
         return self._checkpoints
 
 
-def _counts(outputs: Any, targets: Any) -> Any:
+def _no_loss(outputs: Any, targets: Any) -> Any:
     """Stands for the loss, which the user's loop computes."""
     raise AssertionError("the loop of the user computes the loss")

@@ -59,7 +59,7 @@ class FitState:
     """Epochs in all at the end of the call, if it was given these."""
     continues_iterator: bool = False
     """Whether it was given the iterator that the last call began to read; until its first epoch begins."""
-    kept: bool = False
+    state_checked: bool = False
     """Whether the state after the first applied update was checked for values that no checkpoint can hold."""
     stop: str | None = None
     """Why the run ends after the current update, if it does."""
@@ -73,7 +73,7 @@ class FitState:
     """The update whose checkpoint was written because its validation is among the best."""
     interrupted: bool = False
     """Whether a signal ends the run; it ends a validation too."""
-    calling: bool = False
+    callbacks_running: bool = False
     """Whether callbacks are running: only the first process runs them, so they must not wait for other processes."""
 
 

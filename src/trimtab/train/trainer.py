@@ -361,11 +361,11 @@ class Trainer:
                 self.context.note_once(self.context.modes.find_frozen())
                 self.context.modes.train()
                 self.context.eval_weights.restore_last(
-                    update=self.context.position.update, same=not duration.begin_other(self.context, last, given)
+                    update=self.context.position.update, same=not duration.begin_other_data(self.context, last, given)
                 )
                 duration.check_epoch(self.context, train)
                 bounds.begin(self.context, train, validate)
-                run.planned = duration.updates_in_all(self.context, train, epochs, steps)
+                run.planned = duration.total_updates(self.context, train, epochs, steps)
                 train = auto_settings.decide(self.context, train, run.planned)
                 self._last = (given, train)
                 with running(self.context.settings), run.memory_plan, self.context.log.open():

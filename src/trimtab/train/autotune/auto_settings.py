@@ -43,12 +43,12 @@ OFF: Mapping[str, Any] = {
 """Each field that is decided here, with its value when nothing pays. The order is that of the decisions, which build on each
 other."""
 _COMPILER = ("compiler.mode", "compiler.dynamic")
-"""What is decided with ``compile``."""
+"""Fields that are decided together with ``compile``."""
 GROUPS = 4
-"""Updates whose batches are read, because the lengths of batches may differ."""
+"""Number of updates whose batches are read, because batches may differ in length."""
 SECONDS, EARLY_SHARE, SHARE = 5.0, 0.1, 0.03
-"""All decisions together, except that on compilation, take 5 s or 10% of the run, whichever is less, but 3% of it if that is
-more."""
+"""Time limit of all decisions except that on compilation: 5 s or 10% of the run, whichever is less, but at least 3% of the
+run."""
 MIN_ROUNDS = 16
 """Fewest rounds of each side in a comparison: two turns of four, and as many to warm up."""
 MAX_ROUNDS = 64
@@ -69,8 +69,8 @@ def undecided(settings: Settings) -> list[str]:
 def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> Iterable[Batch]:
     """Replace every ``"auto"`` in the settings of ``context``, with a note on each decision.
 
-    Model, optimizer and random generators are as before. An interrupted run has what was not decided off, and decides it when
-    it goes on.
+    Model, optimizer and random generators are restored. If the user ends the run, undecided fields are off; the resumed run
+    decides them.
 
     Args:
         context: the run; its settings and ``decided`` change.
@@ -102,10 +102,10 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
 
 
 class _Decisions:
-    """Decides one field after the other, each with the decisions before it in place.
+    """Decides one field after the other; each decision builds on those before it.
 
     Args:
-        batches: of which updates are made.
+        batches: from which updates are made.
         updates: how many the run will make, if that is known.
     """
 
@@ -121,7 +121,7 @@ class _Decisions:
         self.last_timed = 0.0, 1.0
         """Seconds in which the run timed last was compiled, and its speed-up."""
         self.mixed_sizes = False
-        """Whether rounds have batches of several sizes, in any process."""
+        """Whether rounds have batches of several sizes in any process."""
         self.step_s = self.round_s = 0.0
         """Seconds of an update of the best run so far, and of a round, which has one update from each group of batches."""
 
@@ -166,7 +166,7 @@ class _Decisions:
     def _fits(self, technique: Pass) -> bool:
         """Whether ``technique`` can be of use: code for all sizes only if sizes differ, timed kernels only on a GPU.
 
-        What the settings ask for of either stays as it is.
+        A compiler setting that the user has given is not replaced.
         """
         asked, compiler = self._changes(technique), self.context.settings.compiler
         sizes = asked.get("compiler.dynamic") and not (self.mixed_sizes and compiler.dynamic is None)
@@ -200,7 +200,7 @@ class _Decisions:
         return " with ".join(f"{name}={value!r}" for name, value in self._changes(technique).items())
 
     def _changes(self, technique: Pass) -> dict[str, Any]:
-        """The field that ``technique`` decides, and the others that it sets to another value than their default."""
+        """The settings that ``technique`` changes: the field that it decides, and others with a value other than the default."""
         assert self.candidate is not None
         field, value = self._field_and_value(technique)
         made, default = technique.apply(self.candidate).settings, Settings()
@@ -252,9 +252,9 @@ class _Decisions:
         self.step_s = self.round_s / groups
 
     def _use_all_sizes(self) -> None:
-        """Have rounds with all batches that were read if these differ in size, because code is compiled for each size.
+        """Make rounds from all batches that were read if they differ in size, because code is compiled for each size.
 
-        Not if the fewest rounds would then take too large a share of the run. All processes do the same.
+        This is left out if the minimum of rounds would take too large a share of the run. All processes decide alike.
         """
         assert self.best is not None
         world, groups = self.context.world, -(-len(self.all_batches) // self.context.settings.data.accumulate)
@@ -268,7 +268,7 @@ class _Decisions:
                 self.round_s = groups * self.step_s
 
     def _time_budget(self) -> float:
-        """Most seconds for all comparisons together."""
+        """Most seconds for all comparisons."""
         if self.updates is None:
             return SECONDS
         run_s = self.updates * self.step_s

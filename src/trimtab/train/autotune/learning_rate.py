@@ -28,7 +28,7 @@ from trimtab.train.runtime.torch_settings import running
 from trimtab.train.runtime.world import World
 
 SMOOTHING, DIVERGED = 0.98, 4.0
-"""Of fastai's finder: weight of the past in the smoothed loss, and times the lowest loss at which it ends."""
+"""As in fastai: the weight of past losses in the smoothed loss, and the multiple of the lowest loss that ends the sweep."""
 _WIDTH, _HEIGHT, _MARGIN = 640, 360, 48
 
 
@@ -159,7 +159,7 @@ def find_lr(
 
 
 def _sweep(step: Step, optimizer: torch.optim.Optimizer, feed: Any, rates: Sequence[float]) -> list[float]:
-    """The loss of an update at each of ``rates``, up to that at which it diverges."""
+    """The loss of an update at each of ``rates``, until the loss diverges."""
     losses: list[float] = []
     left = iter(rates)
     for epoch in itertools.count():
@@ -180,7 +180,7 @@ def _sweep(step: Step, optimizer: torch.optim.Optimizer, feed: Any, rates: Seque
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """The exponential average of ``losses``, without the bias of its begin."""
+    """The exponential moving average of ``losses``, bias-corrected."""
     found, average = [], 0.0
     for index, loss in enumerate(losses, 1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss

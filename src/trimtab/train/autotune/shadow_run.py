@@ -171,9 +171,9 @@ class _Loss(nn.Module):
 
 
 def candidate(context: RunContext, settings: Settings, batch: Batch) -> Candidate:
-    """A copy of what is trained, in the form that passes take: the loss of ``batch`` as a model of its tensors.
+    """The training step as a candidate for passes: a copy of the model whose output is the loss of ``batch``.
 
-    Tensors of the batch that a runtime could not take, such as sparse ones, are not among its inputs.
+    Its inputs are the tensors of ``batch``, except those that a runtime cannot take, such as sparse ones.
     """
     model, objective = copies(context.model, context.objective)
     moved = mover(context.device)(batch)

@@ -43,7 +43,7 @@ def restore(context: RunContext, kept: Mapping[str, list[Any]]) -> None:
         _load(context, name, kept)
 
 
-def unclaimed(context: RunContext, kept: Mapping[str, Any]) -> str | None:
+def unregistered_note(context: RunContext, kept: Mapping[str, Any]) -> str | None:
     """A sentence if the checkpoint has the state of objects that this script has not registered."""
     missing = sorted(kept.keys() - context.registered.keys())
     if not missing:

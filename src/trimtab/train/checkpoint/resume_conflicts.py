@@ -96,7 +96,7 @@ def restore_best(context: RunContext, state: Mapping[str, Any]) -> None:
     """Reset the best validation if it is of another metric, or if its parameters are needed and were not saved."""
     stopping, position, text = context.early_stopping, context.position, None
     puts_back = stopping is not None and stopping.restore_best
-    if watches_another(context, state) and (position.best is not None or position.stale):
+    if watches_other_metric(context, state) and (position.best is not None or position.stale):
         (was, was_mode), (now, mode) = state["watched"], _watched(context)
         text = f"The run before watched {was!r} (mode={was_mode!r}), and this one watches {now!r} (mode={mode!r})"
     elif puts_back and context.best_parameters is None and position.best is not None:
@@ -108,7 +108,7 @@ def restore_best(context: RunContext, state: Mapping[str, Any]) -> None:
         context.best_parameters = None
 
 
-def watches_another(context: RunContext, state: Mapping[str, Any]) -> bool:
+def watches_other_metric(context: RunContext, state: Mapping[str, Any]) -> bool:
     """Whether the watched metric, or the direction in which it improves, differs from the checkpoint's."""
     return tuple(state["watched"]) != _watched(context)
 

@@ -39,7 +39,7 @@ def refuse_differences(context: RunContext, *, validated: bool, epochs: int | No
         "epochs": epochs,
         "steps": steps,
     }
-    given |= _changeable(context)
+    given |= _optimizer_options(context)
     settings = {name: context.settings.value(name) for name in context.settings.names()}
     given |= {f"Settings {name}": value for name, value in settings.items() if name not in (*_PER_HOST, *context.decided)}
     found = context.world.gathered({name: str(value) for name, value in given.items()})
@@ -68,14 +68,14 @@ def run_callbacks(context: RunContext, trainer: Any, event: Event) -> None:
     """
     if not context.world.leads or not context.callbacks:
         return
-    before, run = _changeable(context), context.fit
-    within, run.calling = run.calling, True  # a callback that calls note() is called again, within itself
+    before, run = _optimizer_options(context), context.fit
+    within, run.callbacks_running = run.callbacks_running, True  # a callback that calls note() is called again, within itself
     try:
         for callback in context.callbacks:
             callback(trainer, event)
     finally:
-        run.calling = within
-    after = _changeable(context)
+        run.callbacks_running = within
+    after = _optimizer_options(context)
     changed = [name for name in before | after if before.get(name) != after.get(name)]
     if changed:
         raise UsageError(
@@ -85,7 +85,7 @@ def run_callbacks(context: RunContext, trainer: Any, event: Event) -> None:
         )
 
 
-def _changeable(context: RunContext) -> dict[str, str]:
+def _optimizer_options(context: RunContext) -> dict[str, str]:
     """The options of the optimizer, and ``requires_grad`` of each parameter; empty in a single process."""
     if context.world.processes == 1:
         return {}

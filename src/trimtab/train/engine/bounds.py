@@ -58,7 +58,7 @@ class Bounds:
             context.note(f"fast_dev_run: {counted(count, 'update')} at most{found}. No checkpoint is written.")
 
 
-def over_time(context: RunContext) -> None:
+def stop_if_over_time(context: RunContext) -> None:
     """Stop the run if its time is over."""
     if context.fit.until is not None and time.monotonic() >= context.fit.until[0] and not context.ending:
         context.stop(context.fit.until[1])

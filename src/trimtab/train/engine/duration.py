@@ -43,8 +43,8 @@ def check_counts(**counts: int | None) -> None:
             raise UsageError(f"{name} is {value!r}; it is a number of updates: a whole number of at least 1.")
 
 
-def begin_other(context: RunContext, last: tuple[Any, Any] | None, given: Any) -> bool:
-    """Start at the beginning of ``given`` if it is other data than that of the last run; returns whether it is.
+def begin_other_data(context: RunContext, last: tuple[Any, Any] | None, given: Any) -> bool:
+    """Start at the beginning of ``given`` if the last run had other data; returns whether it had.
 
     The last run may have ended in the middle of an epoch. Early stopping starts again with other data.
     """
@@ -74,26 +74,26 @@ def check_epoch(context: RunContext, train: Iterable[Any]) -> None:
     state, position, world = context.resuming, context.position, context.world
     if state is None:
         return
-    now, before = batches_in_all(train, world), state["batches"]
+    now, before = total_batches(train, world), state["batches"]
     unequal = 0 if state["processes"] == world.size else max(state["processes"], world.size) - 1
     if position.batch and now is not None and before is not None and abs(now - before) > unequal:
         context.note(epoch.other_length(position.batch, f"{now} batches and not {before}"))
         position.batch = 0
 
 
-def batches_in_all(train: Iterable[Any], world: World) -> int | None:
-    """Batches per epoch of all processes; ``None`` if a loader has no length."""
+def total_batches(train: Iterable[Any], world: World) -> int | None:
+    """Batches per epoch, summed over all processes; ``None`` if a loader has no length."""
     found = world.gathered(length_of(train))  # includes processes with the same data, if layers are split
     return None if None in found else sum(filter(None, found)) * world.size // len(found)
 
 
 def batches_per_update(context: RunContext, train: Iterable[Any]) -> int:
-    """Batches of one process that a full update has: ``accumulate``, or those of an epoch where these are fewer.
+    """Batches of one process in a full update: ``accumulate``, or the batches of an epoch if there are fewer.
 
     Updates do not span epochs. All processes must call it together.
     """
     accumulate = context.settings.data.accumulate
-    counts = context.world.gathered(_of_epoch(context, train)) if accumulate > 1 else [1]
+    counts = context.world.gathered(_batches_per_epoch(context, train)) if accumulate > 1 else [1]
     if accumulate == 1 or None in counts:
         return accumulate
     most = max(filter(None, counts), default=1)
@@ -105,20 +105,20 @@ def batches_per_update(context: RunContext, train: Iterable[Any]) -> int:
     return min(accumulate, most)
 
 
-def updates_in_all(context: RunContext, train: Iterable[Any], epochs: int | None, steps: int | None) -> int | None:
-    """Updates in all when the run has ended, including those of earlier runs; ``None`` if a loader has no length.
+def total_updates(context: RunContext, train: Iterable[Any], epochs: int | None, steps: int | None) -> int | None:
+    """The number of updates at the end of the run, including those of earlier runs; ``None`` if a loader has no length.
 
     All processes must call it together.
     """
     if epochs is None:
         return steps
-    position, each = context.position, context.settings.data.accumulate
-    counts = context.world.gathered(_of_epoch(context, train))
+    position, accumulate = context.position, context.settings.data.accumulate
+    counts = context.world.gathered(_batches_per_epoch(context, train))
     if None in counts:
         return None
     most = max(filter(None, counts), default=0)
     left, whole = max(most - position.batch, 0), epochs - position.epoch - 1
-    return position.update + max(-(-left // each) + whole * -(-most // each), 0)
+    return position.update + max(-(-left // accumulate) + whole * -(-most // accumulate), 0)
 
 
 def reached_end(context: RunContext, epochs: int | None, steps: int | None) -> bool:
@@ -128,7 +128,7 @@ def reached_end(context: RunContext, epochs: int | None, steps: int | None) -> b
     return made and not position.due
 
 
-def _of_epoch(context: RunContext, train: Iterable[Any]) -> int | None:
-    """Batches of an epoch of this process, within ``limit_train``."""
+def _batches_per_epoch(context: RunContext, train: Iterable[Any]) -> int | None:
+    """Batches of an epoch in this process, at most ``limit_train``; ``None`` if the loader has no length."""
     count, limit = length_of(train), context.fit.limit_train
     return count if count is None or limit is None else min(count, limit)

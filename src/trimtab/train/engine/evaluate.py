@@ -27,7 +27,7 @@ def figures(context: RunContext, batches: Iterable[Batch]) -> dict[str, float]:
         WorkloadError: the model, the loss, a metric or the loader failed.
     """
     check_loader(batches, "validate")
-    if context.fit.calling and context.world.processes > 1:
+    if context.fit.callbacks_running and context.world.processes > 1:
         raise UsageError(
             "A callback asks for validate(), and of several processes only the first calls callbacks: it would wait for the "
             "others without end. Call it in every process, between the updates of trainer.updates(...)."

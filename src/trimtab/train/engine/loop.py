@@ -73,8 +73,8 @@ def _epoch(
             raise
         if not context.world.used:
             break
-        if update.applied and not context.fit.kept:
-            context.fit.kept = True
+        if update.applied and not context.fit.state_checked:
+            context.fit.state_checked = True
             setup.refuse_unsavable_state(context, feed)
         if validates := context.validate_every is not None and validation_policy.due(context):
             with saving:
@@ -83,7 +83,7 @@ def _epoch(
         if not saved and (validates if every is None else position.update % every == 0):
             checkpoint_policy.save(context, ready)
         if context.fit.until is not None:
-            bounds.over_time(context)
+            bounds.stop_if_over_time(context)
         try:  # a with statement calls two functions in each update
             yield update
         except BaseException as error:

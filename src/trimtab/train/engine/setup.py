@@ -72,7 +72,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     context.scheduler = schedule_state.scheduler_for(context, context.fit.planned)
     context.options = context.options or resume_conflicts.options_of(context.optimizer)
     if context.resuming is not None:
-        context.note_once(registered.unclaimed(context, context.resuming.get("registered", {})))
+        context.note_once(registered.unregistered_note(context, context.resuming.get("registered", {})))
         _restore_after_setup(context, step, context.resuming)
     elif context.step_state is not None:
         step.load_state_dict(context.step_state)
@@ -343,7 +343,7 @@ def state_of(context: RunContext, ready: Ready) -> dict[str, Any]:
         "position": dataclasses.asdict(context.position),
         "results": context.results,
         "taken": world.gathered(context.position.batch),  # processes with unequal shares differ
-        "batches": duration.batches_in_all(ready.feed.batches, world),
+        "batches": duration.total_batches(ready.feed.batches, world),
         "random": world.gathered(epoch.random_of(context, ready.feed.batches)),
         "epoch_random": world.gathered(context.epoch_random),
         "loader": world.gathered(epoch.position_of_loader(context, ready.feed)),
@@ -481,6 +481,6 @@ def _restore_after_setup(context: RunContext, step: Step, state: Mapping[str, An
         context.note_once(f"The checkpoint wins over the script: {', '.join(found)}. {fix}")
     for note in context.modes.restore(state["modes"]):
         context.note_once(note)
-    if resume_conflicts.watches_another(context, state):
+    if resume_conflicts.watches_other_metric(context, state):
         for plateau in plateaus(context.scheduler):  # its best value is of another figure
             plateau.best, plateau.num_bad_epochs, plateau.cooldown_counter = plateau.mode_worse, 0, 0
