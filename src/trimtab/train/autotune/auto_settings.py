@@ -200,7 +200,7 @@ class _Decisions:
         return " with ".join(f"{name}={value!r}" for name, value in self._changes(technique).items())
 
     def _changes(self, technique: Pass) -> dict[str, Any]:
-        """The settings that ``technique`` changes: the field that it decides, and others with a value other than the default."""
+        """The settings that ``technique`` changes: the field that it decides, and others with a non-default value."""
         assert self.candidate is not None
         field, value = self._field_and_value(technique)
         made, default = technique.apply(self.candidate).settings, Settings()

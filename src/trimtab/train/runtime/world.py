@@ -18,7 +18,7 @@ from trimtab.train.runtime.step_clock import Clock
 T = TypeVar("T")
 
 NO_OP = contextlib.nullcontext()
-"""A block without effect, made once because an update has several."""
+"""A null context, created once because each update enters several."""
 
 
 class World:
@@ -35,15 +35,15 @@ class World:
     seed: int | None = None
     """Seed of the order in which data is divided among the processes; it is stored in checkpoints."""
     averages: bool = False
-    """Whether the exchange divides gradients by the number of processes, as FSDP does."""
+    """Whether the exchange averages gradients over the processes, as FSDP does, so that their sum must be restored."""
     counts: bool = True
-    """Whether the gradients of this process count: not while it repeats a batch because others have more data."""
+    """Whether the gradients of this process count. They do not while it repeats a batch because others have more data."""
     used: bool = True
-    """Whether the last update counts in any process: not if a signal has ended the loaders of all."""
+    """Whether the last update counts in any process. It does not if a signal has ended the loaders of all processes."""
     shared: bool = False
     """Whether each process has a shard of the model, so that a forward pass is a collective operation."""
     repeats: bool = True
-    """Whether an update can be repeated after it ran out of memory: not if other processes wait for this one within it."""
+    """Whether an update can be repeated after it ran out of memory. It cannot if other processes wait within it."""
 
     @property
     def leads(self) -> bool:
@@ -55,7 +55,7 @@ class World:
         return torch.device(name)
 
     def timed(self, clock: Clock) -> None:
-        """Have ``clock`` told when the backward pass only waits for other processes."""
+        """Let ``clock`` count the time in which the backward pass only waits for other processes."""
 
     def place(self, model: nn.Module, settings: Settings) -> None:
         """Move the model, or this process's shard of it, to the device; call it before the optimizer is made.
@@ -105,8 +105,8 @@ class World:
 
         Args:
             parameters: of one optimizer. A gradient that no process has stays ``None``.
-            weight: of the losses that the gradients of this process are of.
-            place: number of the optimizer, which tells its exchange from those of others.
+            weight: sum of the weights of the losses whose gradients this process has.
+            place: number of the optimizer, which identifies its exchange.
         """
         return weight
 
@@ -115,7 +115,7 @@ class World:
         return not gpu_assert_failed(error)
 
     def drop_update(self) -> None:
-        """Drop what the exchange of gradients keeps of an update that failed, or of trial updates."""
+        """Drop the state that the exchange of gradients keeps of a failed update or of trial updates."""
 
     def exchanging(self, *, now: bool) -> contextlib.AbstractContextManager[object]:
         """A block whose backward passes exchange gradients only if ``now``."""
@@ -201,7 +201,7 @@ class World:
         """Set buffers that differ between processes, such as BatchNorm's statistics, to their mean."""
 
     def free_gathered(self) -> None:
-        """Free what a sharded forward pass has gathered, if no backward pass follows."""
+        """Free the parameters that a sharded forward pass has gathered, if no backward pass follows."""
 
     def unsharded(self, state: Any) -> Any:
         """``state`` with shards gathered into whole tensors, in the first process only."""
