@@ -1,4 +1,4 @@
-"""The parts of the Trainer alone, for a loop of one's own: precision, accumulation, processes and checkpoints."""
+"""The parts of the Trainer for a loop that the user writes: precision, accumulation, processes and checkpoints."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ class Parts(Step):
         self.update = 0
         """Updates made."""
         self.epoch = 0
-        """The epoch of the last :meth:`batches`; after :meth:`load` the one to go on with."""
+        """The epoch of the last :meth:`batches`; after :meth:`load` the epoch to continue."""
         self._checkpoints = None if checkpoint is None else Checkpoints(checkpoint)
         self._move = setup.apply_memory_format(model, settings, self.device)
         self._skip = 0
         """Batches of :attr:`epoch` that were used before :meth:`load`."""
         self._epoch_random: dict[str, Any] = {}
-        """Random states as the epoch began."""
+        """Random states at the start of the epoch."""
         self._resume_random: dict[str, Any] | None = None
-        """Random states to go on with after :meth:`load`."""
+        """Random states to continue with after :meth:`load`."""
         self._feed: MicroBatcher | None = None
         self._count, self._place, self._batch = 1, 0, None
         self._group: list[Batch] | None = None
-        """The batches of the last update, for a process that has none left and must keep step."""
+        """The batches of the last update, which a process without further batches repeats while others have some."""
         self._losses: list[torch.Tensor] = []
         self._weights: list[Weight] = []
         self._update_block = contextlib.ExitStack()
@@ -111,7 +111,7 @@ class Parts(Step):
         return self._place == self._count - 1
 
     def batches(self, loader: Iterable[Batch], epoch: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch of ``loader`` on the device: of several processes this one's part.
+        """This process's batches of an epoch of ``loader``, on the device.
 
         After :meth:`load`, the epoch that was interrupted goes on after its last update.
         """
@@ -245,5 +245,5 @@ class Parts(Step):
 
 
 def _no_loss(outputs: Any, targets: Any) -> Any:
-    """Stands for the loss, which the user's loop computes."""
+    """A placeholder for the loss, which the user's loop computes."""
     raise AssertionError("the loop of the user computes the loss")

@@ -27,7 +27,7 @@ from trimtab.train.telemetry.metrics import Metric
 
 @dataclasses.dataclass
 class Position:
-    """Where a run stands between two updates."""
+    """The position of a run between two updates."""
 
     epoch: int = 0
     batch: int = 0
@@ -56,15 +56,15 @@ class FitState:
     planned: int | None = None
     """Updates in all at the end of the call, if known."""
     epochs: int | None = None
-    """Epochs in all at the end of the call, if it was given these."""
+    """Epochs in all at the end of the call, if ``epochs`` was given."""
     continues_iterator: bool = False
-    """Whether it was given the iterator that the last call began to read; until its first epoch begins."""
+    """Whether this call continues the iterator of the last call; reset when its first epoch begins."""
     state_checked: bool = False
     """Whether the state after the first applied update was checked for values that no checkpoint can hold."""
     stop: str | None = None
     """Why the run ends after the current update, if it does."""
     until: tuple[float, str] | None = None
-    """When the time of the call is over, by ``time.monotonic``, and the sentence that then ends it."""
+    """The time limit, in seconds of ``time.monotonic``, and the sentence for the summary when it is reached."""
     limit_train: int | None = None
     """Most batches of this process in an epoch."""
     limit_validate: int | None = None
@@ -81,7 +81,7 @@ class FitState:
 class RunContext:
     """The checked arguments of :class:`~trimtab.train.trainer.Trainer`, and the state of its run.
 
-    It outlives a call of ``fit``: the next call goes on from it. Only :attr:`fit` is new for each call.
+    The next call of ``fit`` continues from it. Only :attr:`fit` is new for each call.
     """
 
     model: nn.Module
@@ -109,7 +109,7 @@ class RunContext:
     """trimtab's own callbacks during a run; every process calls its own."""
     position: Position = dataclasses.field(default_factory=Position)
     log: Log = dataclasses.field(default_factory=Log)
-    """Figures that :func:`trimtab.train.log` was given since the last event."""
+    """Values given to :func:`trimtab.train.log` since the last event."""
     notes: list[str] = dataclasses.field(default_factory=list)
     decided: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The values chosen for settings that were ``"auto"``, by name."""
@@ -118,18 +118,18 @@ class RunContext:
     best_parameters: dict[str, Any] | None = None
     """State dict of the model at the best validation, if early stopping restores it."""
     figure: tuple[int, Figure] | None = None
-    """The last validation: its update, and what it found."""
+    """The last validation: its update and its watched metric."""
     registered: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Objects of the user whose state checkpoints hold, by name."""
     epoch_random: dict[str, Any] = dataclasses.field(default_factory=dict)
     resuming: dict[str, Any] | None = None
     """The checkpoint that the next call of ``fit`` resumes."""
     override: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Options that :meth:`~trimtab.train.trainer.Trainer.resume` was given to replace those of the checkpoint."""
+    """Optimizer options from ``Trainer.resume(override=...)`` that replace those of the checkpoint."""
     options: Any = None
     """The optimizer's options when the run began (:func:`~trimtab.train.checkpoint.resume_conflicts.options_of`)."""
     scheduler: LRScheduler | None = None
-    """Made from ``schedule`` by the last call of ``fit``; the next call goes on with it."""
+    """The scheduler that the last call of ``fit`` made from ``schedule``; the next call continues it."""
     scheduled: int | None = None
     """The number of updates that :attr:`scheduler` was made for."""
     schedule_begun: dict[str, Any] | None = None
@@ -143,7 +143,7 @@ class RunContext:
 
     @property
     def watched(self) -> EarlyStopping:
-        """The figure of the validation that counts, and what is better: early stopping's, else the loss."""
+        """The watched metric and its direction: those of early stopping, else the loss."""
         return self.early_stopping or EarlyStopping()
 
     def figure_of(self, value: float) -> Figure:
