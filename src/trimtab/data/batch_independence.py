@@ -1,4 +1,4 @@
-"""Test whether axis 0 of a model's inputs counts examples: whether the output for a row is the same without the other rows.
+"""Test whether axis 0 of a model's inputs counts examples, so that the output for a row does not depend on other rows.
 
 Axis 0 may also be the time of a recurrent network, the samples of a sound or the points of a cloud, which must stay whole. The
 model is called with a few rows, and with some of these in another order.

@@ -46,7 +46,7 @@ class BatchAxis:
         mappings or dataclasses with equal keys; then of the first tensor in a list; then of the first list of texts.
         """
         found = list(_counts(batch))
-        if set(found) == {(_MAPPINGS, 2)}:  # nothing but pairs tells, such as the two sides of a comparison
+        if set(found) == {(_MAPPINGS, 2)}:  # only pairs give a count, as the two sides of a comparison
             found = list(_counts(batch, pairs=True)) or found
         count = min(found, key=lambda each: each[0])[1] if found else None
         return cls(count, (_MAPPINGS, count) in found)

@@ -38,7 +38,7 @@ NEAR_TIES = 0.005
 """Share of an output's integers (or booleans) that may differ between runtimes whose floats agree: an arg-max, a threshold or a
 bin changes if two values are closer than rounding."""
 NEAR_TIES_ALONE = 0.001
-"""As :data:`NEAR_TIES`, for a model without float outputs, which would tell near-ties from errors."""
+"""As :data:`NEAR_TIES`, for a model without float outputs, with which near-ties could be distinguished from errors."""
 
 
 def is_discrete(dtype: torch.dtype) -> bool:

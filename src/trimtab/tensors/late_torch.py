@@ -11,9 +11,9 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):  # the import system asks for such names
+    if name.startswith("__"):  # the import system looks up such names
         raise AttributeError(name)
     value = getattr(importlib.import_module("torch"), name)
-    if isinstance(value, type):  # classes are asked for in every call
+    if isinstance(value, type):  # classes are looked up in every call
         globals()[name] = value
     return value

@@ -40,7 +40,7 @@ OFF: Mapping[str, Any] = {
     "optimizer.implementation": None,
     "compile": False,
 }
-"""Each field that is decided here, with its value when nothing pays. The order is that of the decisions, which build on each
+"""Each field that is decided here, with its default. The order is that of the decisions, which build on each
 other."""
 _COMPILER = ("compiler.mode", "compiler.dynamic")
 """Fields that are decided together with ``compile``."""
@@ -94,7 +94,7 @@ def decide(context: RunContext, train: Iterable[Batch], updates: int | None) -> 
         with preserved_random_state():
             left = _Decisions(context, batches, updates).make(fields)
             gc.collect()  # compiled code refers to itself, and holds the last copies of model and optimizer
-            torch.cuda.empty_cache()  # does nothing without a GPU
+            torch.cuda.empty_cache()  # no effect without a GPU
     values = {name: context.settings.value(name) for name in fields}
     values |= {name: now for name in _COMPILER if (now := context.settings.value(name)) != before.value(name)}
     context.decided |= {name: value for name, value in values.items() if name not in left or value != OFF.get(name)}
@@ -225,7 +225,7 @@ class _Decisions:
                 result = (
                     "off: there is no memory to try it." if out_of_memory(error) else f"off: it fails. {first_line(error)}."
                 )
-        if not self.context.world.any(faster is None):  # each process asks exactly once
+        if not self.context.world.any(faster is None):  # exactly one exchange per process
             assert faster is not None
             self.best, self.context.settings = faster, faster.settings
             compile_s, speedup = self.last_timed

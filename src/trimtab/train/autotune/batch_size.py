@@ -280,7 +280,7 @@ class _Search:
         reason = self._guarded(self._fit, entry) or self._guarded(self._first_times, entry)  # processes make updates together
         if reason:
             self.step.discard()
-            torch.cuda.empty_cache()  # does nothing where there is no GPU
+            torch.cuda.empty_cache()  # no effect without a GPU
         return reason
 
     def _guarded(self, action: Callable[[_Entry], str], entry: _Entry) -> str:

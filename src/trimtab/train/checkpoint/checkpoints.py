@@ -273,8 +273,8 @@ def read(place: pathlib.Path, device: torch.device | str = "cpu") -> dict[str, A
         raise StorageError(
             f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
         )
-    # Tensors of a file lie at any address, and sums of vectors that are not aligned are rounded differently: a run that goes on
-    # gets tensors where an allocator would put them.
+    # Tensors from a file lie at any address, and sums of unaligned vectors are rounded differently. So a resumed run gets copies
+    # where the allocator puts them.
     tensors = {key: tensor.clone() for key, tensor in load_file(place / TENSORS, device=str(device)).items()}
     for key, (dtype, shape) in facts["bytes"].items():
         tensors[key] = tensors[key].view(getattr(torch, dtype)).reshape(shape)

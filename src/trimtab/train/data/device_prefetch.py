@@ -97,7 +97,7 @@ class StreamTransfer(Transfer):
         pending: deque[_PendingCopy] = deque()
         for batch in batches:
             if (sent := self._try_send(batch)) is None and pending:
-                yield from _drained(pending)  # no memory for another batch beside them
+                yield from _drained(pending)  # no GPU memory for one more batch
             pending.append(sent or self._send(batch))
             del sent
             if len(pending) > ahead:

@@ -32,7 +32,7 @@ from trimtab.train.checkpoint.checkpoints import Encoder, decode
 _SIZE = re.compile(r"\s*[0-9.]+\s*[kKmMgG][iI]?[bB]\s*")
 _FACTS = "cache.json"
 _LEAF_BYTES = 64
-"""What a value takes beside its data."""
+"""Memory of a value in addition to its data, in bytes."""
 
 
 class ExampleCache:

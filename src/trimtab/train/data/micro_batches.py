@@ -188,7 +188,7 @@ class MicroBatcher:
 def _read(running: Iterator[Batch]) -> Iterator[Batch]:
     """The batches of ``running``; its errors are reported as errors of the loader."""
     with _READING:
-        for batch in running:  # noqa: UP028  # yield from would close a generator, which a later run goes on with
+        for batch in running:  # noqa: UP028  # yield from would close a generator that a later run continues
             yield batch
 
 

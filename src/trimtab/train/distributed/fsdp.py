@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: torch's FSDP2 over all processes, within hosts, or beside split layers."""
+"""Fully sharded data parallelism: torch's FSDP2 over all processes, within hosts, or combined with tensor parallelism."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ class Group(World):
         """
         if connection_lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _caused_by(error, self._reported):
             return
-        self._reported = error  # it may pass through outer blocks, where nobody listens
+        self._reported = error  # outer blocks may see it again, when no process waits for a report
         if update and not self._exchange_finished():
             self._unreported = error
             if out_of_memory(error):

@@ -1,4 +1,4 @@
-"""Bounds of a run beside its epochs or steps: time, batches per epoch, batches per validation, a trial of the script."""
+"""Further bounds of a run than epochs and steps: time, batches per epoch and validation, and a trial of the script."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def begin_other_data(context: RunContext, last: tuple[Any, Any] | None, given: A
     if last is None or context.resuming is not None:
         return False
     if context.early_stopping is not None and position.stale >= context.early_stopping.patience:
-        position.stale = 0  # it ended the last run; a call that asks for more epochs gets them
+        position.stale = 0  # early stopping ended the last run; a new call trains on
     before, dataset = last[0], getattr(given, "dataset", None)
     anew = dataset is not None and dataset is getattr(before, "dataset", None)
     if before is given or (anew and length_of(before) == length_of(given)):

@@ -177,7 +177,7 @@ def _stop_if_stale(context: RunContext) -> None:
 def _finish(context: RunContext, ready: setup.Ready, meter: Meter, epochs: int | None, steps: int | None) -> Summary:
     """Write the last checkpoint, then give the model its final parameters, then make the summary."""
     newest = None if context.checkpoints is None else context.checkpoints.newest()
-    made = context.position.update or context.decided  # else there is nothing to go on with
+    made = context.position.update or context.decided  # else there is no state to resume
     old = newest is None or newest.name != f"update-{context.position.update:08d}" or context.position.due
     if made and context.world.any(old):
         checkpoint_policy.save(context, ready)

@@ -30,7 +30,7 @@ from trimtab.train.runtime.snapshots import Snapshot, rolled_back
 from trimtab.train.runtime.world import weighted
 
 FEW = 8
-"""Examples of the second comparison, which are split into pairs: the halves of a large batch have much the same token count."""
+"""Examples in the second comparison, split into pairs: the halves of a large batch have nearly equal token counts."""
 DRAWN = 5.0
 """A loss that draws random numbers must differ from its parts by more than this many times its spread."""
 _CANNOT_TELL = (TrimtabError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError)
@@ -93,7 +93,7 @@ def _trials(batch: Batch, *, few: bool) -> list[tuple[Batch, list[Batch]]]:
         if few and count > 4:
             some = split(batch, FEW)[0]
             found.append((some, split(some, 2)))
-    except WorkloadError:  # raised again by whoever splits for an update
+    except WorkloadError:  # the split for an update raises it again
         return []
     return found
 
@@ -121,7 +121,7 @@ def _compared(context: RunContext, step: Step, kept: Snapshot, whole: Batch, par
     except (*_CANNOT_TELL, MemoryError) as error:
         if out_of_memory(error):
             raise_unless_retryable(error, repeats=world.repeats)
-            torch.cuda.empty_cache()  # does nothing where there is no GPU
+            torch.cuda.empty_cache()  # no effect without a GPU
         return None
     middle, spread = statistics.fmean(wholes), max(wholes) - min(wholes)
     if not math.isfinite(middle):

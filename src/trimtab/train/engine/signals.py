@@ -44,7 +44,7 @@ def _signals_handled() -> Iterator[None]:
     finally:
         end.ended = True
         for number, handler in end.before.items():
-            if number == _CHILD or signal.getsignal(number) is end:  # else a later run has set its own, and goes on
+            if number == _CHILD or signal.getsignal(number) is end:  # else a later run, which continues, has set its own
                 signal.signal(number, _active_handler(number, handler))
 
 

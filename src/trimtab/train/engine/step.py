@@ -95,7 +95,7 @@ class ForwardState:
 
     def restore(self) -> None:
         """Restore the copy; unused memory of the GPU is given back first."""
-        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        torch.cuda.empty_cache()  # no effect without a GPU
         self._snapshot.restore()
         set_states(self._generators, self._drawn)
         set_random_state(self._random)

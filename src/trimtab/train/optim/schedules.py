@@ -39,7 +39,7 @@ Schedule = Callable[[Optimizer, int], LRScheduler]
 ENDLESS = 10**7
 """The number of updates of a timed run without a given end. A schedule may end before that: the rate then stays."""
 _MIN_UPDATES, _NEGLIGIBLE = 100, 1e-3
-"""Least updates of a run to detect a schedule made for epochs, and the share of the rate that counts as nothing left."""
+"""Fewest updates of a run in which a schedule made for epochs is detected; the share of the rate that counts as 0."""
 
 
 def one_cycle(max_lr: float | list[float], *, warmup: float = 0.3) -> Schedule:

@@ -41,7 +41,7 @@ class Modes:
 
     def update_frozen(self) -> None:
         """Find the modules that callbacks have frozen or thawed since."""
-        if self.model.training:  # else the model was evaluated, which says nothing of its modules
+        if self.model.training:  # in evaluation mode, the modes of its modules say nothing
             self._find()
 
     def begin_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""The processes that train together, and their collective operations; here the implementation for one process."""
+"""The processes that train together and their collective operations: the interface, implemented for a single process."""
 
 from __future__ import annotations
 

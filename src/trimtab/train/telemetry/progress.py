@@ -16,7 +16,7 @@ from trimtab.train.runtime.step_clock import PHASES
 from trimtab.train.telemetry.events import Ended, Event, Progressed, Remarked, Validated
 
 REFRESHES = 4
-"""Refreshes of the live line per second, by a thread of its own: a step does nothing for them."""
+"""Refreshes of the live line per second, in a thread of its own, so that they cost a step nothing."""
 LINE_S = 1.0
 """Least seconds between two lines of text."""
 
