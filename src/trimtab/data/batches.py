@@ -61,7 +61,7 @@ def pieces(batch: Batch, size: int) -> Iterator[Batch]:
 
 
 def rows_of(inputs: Any, target: Any) -> int:
-    """How many rows may be taken from a batch; 0 if it must stay whole.
+    """The number of rows that may be taken from a batch; 0 if it must stay whole.
 
     All tensors must have the same number of entries along axis 0, the inputs must hold tensors and constants only, and the
     target must have a part for each row and no list of another length.

@@ -31,7 +31,7 @@ def defensive_copy(value: Any) -> Any:
 
 
 def example_counts(outputs: Sequence[Any], targets: Sequence[Any], rows: Sequence[int]) -> list[int]:
-    """How many examples each batch holds.
+    """The number of examples in each batch.
 
     That is its ``rows``. A batch that must stay whole has 0 ``rows``: it counts by the first axis of its first tensor if output
     and target agree on that in all such batches, else as one.

@@ -23,7 +23,7 @@ IsColumn = Callable[[Any], bool]
 """True for a value that is no tensor and has an item per example."""
 
 _TENSOR, _MAPPINGS, _LISTED_TENSOR, _TEXTS = range(4)
-"""What the number of examples is read from, the most certain first."""
+"""Sources of the number of examples, the most certain first."""
 _OTHER_FORM = "Batches that hold different things cannot be joined: give all the same items, tensors in the same places."
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 """Constants that are compared by value."""

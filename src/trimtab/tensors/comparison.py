@@ -96,7 +96,7 @@ def errors(want: torch.Tensor, got: torch.Tensor) -> list[tuple[float, float]] |
 def difference(
     name: str, want: torch.Tensor, got: torch.Tensor, limit: float, *, floor: float = 1e-6, near_ties: float = NEAR_TIES
 ) -> str | None:
-    """How ``got`` differs from ``want``, as a clause about ``name``; ``None`` if it does not. Errors may reach ``limit`` times
+    """A clause about ``name`` if ``got`` differs from ``want``; ``None`` if it does not. Errors may reach ``limit`` times
     the largest value, and ``floor`` besides; of integers a share of ``near_ties`` may differ."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return f"{name} is {got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"

@@ -106,7 +106,7 @@ TENSOR = Structure("tensor")
 
 
 class Opened(NamedTuple):
-    """What a container holds."""
+    """The content of a container."""
 
     keys: Sequence[Any]
     """The keys of a mapping, the field names of a dataclass or named tuple, the positions in a tuple or list."""

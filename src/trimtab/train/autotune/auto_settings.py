@@ -54,7 +54,7 @@ MIN_ROUNDS = 16
 MAX_ROUNDS = 64
 """A comparison takes no longer than this many rounds or :data:`SECONDS`, whichever is more."""
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
-"""What torch raises where a technique does not fit a model, an optimizer or a processor."""
+"""Errors that torch raises if a technique does not fit a model, an optimizer or a processor."""
 
 
 class _InterruptedError(Exception):

@@ -345,7 +345,7 @@ class _Search:
 
 
 def plan_for(step: Step, model: nn.Module, batch: Batch, budget_mb: float, device: torch.device) -> Verified:
-    """What to recompute of ``model`` so that the activations of ``batch`` stay within ``budget_mb`` (10**6 bytes).
+    """The plan of modules to recompute so that the activations of ``batch`` stay within ``budget_mb`` (10**6 bytes).
 
     Raises:
         UsageError: no plan does; the message names the smallest budget that can be kept.

@@ -37,7 +37,7 @@ class LearningRates:
     """The loss by learning rate, and the rate at which it falls fastest."""
 
     rate: float
-    """Where the smoothed loss falls most steeply over the logarithm of the rate."""
+    """The rate at which the smoothed loss falls most steeply over the logarithm of the rate."""
     rates: tuple[float, ...]
     losses: tuple[float, ...]
     """The loss of the update at each rate."""

@@ -87,7 +87,7 @@ class Checkpoints:
         self._intact: set[pathlib.Path] = set()
         """Checkpoints known to be intact, so that their files are not hashed again."""
         self.damaged: dict[str, str] = {}
-        """What is wrong with the checkpoints after the newest whole one, by name, as :meth:`newest` last found."""
+        """Damage of the checkpoints after the newest intact one, by name, as of the last call of :meth:`newest`."""
 
     def save(self, update: int, state: Mapping[str, Any], figure: Figure | None = None) -> pathlib.Path:
         """Write ``state``, nested mappings and sequences of tensors and plain values, as the checkpoint after ``update``.
@@ -273,8 +273,8 @@ def read(place: pathlib.Path, device: torch.device | str = "cpu") -> dict[str, A
         raise StorageError(
             f"{place} has schema {facts.get('schema')}, but this trimtab reads {SCHEMA}. Use the one that wrote it."
         )
-    # Tensors from a file lie at any address, and sums of unaligned vectors are rounded differently. So a resumed run gets copies
-    # where the allocator puts them.
+    # Tensors from a file lie at any address, and sums of unaligned vectors are rounded differently. So a resumed run gets
+    # copies at addresses of the allocator.
     tensors = {key: tensor.clone() for key, tensor in load_file(place / TENSORS, device=str(device)).items()}
     for key, (dtype, shape) in facts["bytes"].items():
         tensors[key] = tensors[key].view(getattr(torch, dtype)).reshape(shape)
@@ -438,7 +438,7 @@ def _sparse_tensor(parts: Sequence[torch.Tensor], facts: Mapping[str, Any]) -> t
 
 
 def _damage(place: pathlib.Path) -> str | None:
-    """What is wrong with the files of a checkpoint; ``None`` if it is whole."""
+    """The damage of a checkpoint's files, as a clause; ``None`` if it is intact."""
     try:
         hashes = json.loads((place / HASHES).read_text(encoding="utf-8"))
         changed = [name for name in (TENSORS, STATE) if sha256(place / name) != hashes[name]]

@@ -12,7 +12,7 @@ from trimtab.train.checkpoint.checkpoints import Checkpoints, Figure, read
 from trimtab.train.runtime.state_dict_versions import versioned
 
 HOW_TO_KEEP = "Give Trainer(keep_best=1), or EarlyStopping(), and fit(train, validate)"
-"""How to have the weights of the best validation kept."""
+"""The fix in errors about missing weights of the best validation."""
 
 
 def weights(folder: str | os.PathLike[str], which: Literal["best", "last"] = "best") -> dict[str, Any]:

@@ -136,7 +136,7 @@ class ExampleCache:
         return self.folder / f"{place // 1000:06d}" / f"{place:09d}.safetensors"
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a worker gets: it finds the files, and does not remove them at its end."""
+        """The state for a worker, which reads the same files and does not remove them when it ends."""
         return {name: value for name, value in vars(self).items() if name != "_end"} | {"_kept": {}}
 
 

@@ -99,7 +99,7 @@ class Examples:
         self._getitems: Callable[[list[int]], Any] | None = getattr(dataset, "__getitems__", None)
         self.cache: ExampleCache | None = None
         self.transform: Callable[[Any], Any] | None = None
-        """What is done with each example after it was read, or found in the cache."""
+        """Applied to each example after it was read, or found in the cache."""
 
     def __len__(self) -> int:
         return len(self.dataset)

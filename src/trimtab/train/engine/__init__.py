@@ -1,1 +1,1 @@
-"""What drives a run: setup, steps, epochs, validation, signals, retries."""
+"""The engine of a run: setup, steps, epochs, validation, signals, retries."""

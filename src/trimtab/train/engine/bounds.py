@@ -17,7 +17,7 @@ from trimtab.train.runtime.world import World
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What :meth:`~trimtab.train.trainer.Trainer.fit` was given beside ``epochs`` and ``steps``.
+    """The bounds that :meth:`~trimtab.train.trainer.Trainer.fit` takes in addition to ``epochs`` and ``steps``.
 
     Raises:
         UsageError: a value makes no sense.

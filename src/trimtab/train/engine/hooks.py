@@ -18,7 +18,7 @@ POINTS = {
     "before_step": "(trainer), before the optimizer's step: gradients are clipped and checked",
     "after_step": "(trainer), after it",
 }
-"""What a hook is called with, and when, by name."""
+"""By the name of a hook: its arguments, and when it is called."""
 
 Hook = Callable[..., None]
 

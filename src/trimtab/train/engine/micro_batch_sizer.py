@@ -168,7 +168,7 @@ class MicroBatchSizer:
 
     def _refuse_split(self, step: Step, size: int, group: Sequence[Batch], error: BaseException) -> None:
         words = first_line(error)
-        if step.world.any(size == 1 and not isinstance(error, PeerMemoryError)):  # the process that ran out of memory has a larger batch
+        if step.world.any(size == 1 and not isinstance(error, PeerMemoryError)):  # that process has a larger batch
             if any(length(batch) is None for batch in group):
                 raise WorkloadError(
                     f"A batch does not fit into memory ({words}), and nothing tells how many examples it has, so it cannot be "

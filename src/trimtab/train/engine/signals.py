@@ -1,4 +1,4 @@
-"""How runs end that are not at their end: by a signal, and with the process."""
+"""Runs that end early: on a signal, or when the process exits."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _NO_ROOM = (
 
 
 class Update(NamedTuple):
-    """What one update did. The tensors stay on their device, so that reading them is the only wait for the device."""
+    """The result of one update. The tensors stay on their device: only reading them waits for the device."""
 
     loss: torch.Tensor
     """Mean over all batches of the update, on all processes."""
@@ -67,7 +67,7 @@ class MicroBatchLosses(NamedTuple):
     losses: list[torch.Tensor]
     """One scalar per micro-batch."""
     weights: list[Weight]
-    """What each loss is a mean over, such as its number of examples or tokens."""
+    """The weight of each loss: what it is a mean over, such as its number of examples or tokens."""
     statistics: Snapshot | None
     """Running statistics before the forward passes, if updates can be skipped."""
 

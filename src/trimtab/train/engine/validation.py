@@ -205,7 +205,7 @@ def _recorded_outputs(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def _model_outputs(recorded: list[Any], name: str) -> Any:
-    """What the model returned: of several calls, as those for the parts of a pair, a list in their order."""
+    """The output of the model; for several calls, as for the parts of a pair, a list in their order."""
     if not recorded:
         raise UsageError(
             f"The metric {name!r} needs the outputs of the model, and the loss calls its methods, which cannot be seen. Let "

@@ -30,7 +30,7 @@ from trimtab.train.loss.torch_losses import IGNORED
 
 Weight = float | torch.Tensor
 Batch = Any
-"""What the loader gives: ``(inputs, targets)``, a mapping of keyword arguments, or anything that the user's loss takes."""
+"""A batch of the loader: ``(inputs, targets)``, a mapping of keyword arguments, or anything that the user's loss takes."""
 
 _RETURN_FORM = (
     "Give the mean alone, or (mean, weight) where the weight says how much the mean is over, such as the number of tokens; "

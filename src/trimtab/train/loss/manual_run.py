@@ -1,4 +1,4 @@
-"""What a loss that makes its own backward passes and steps is given: ``def step(run, batch)``."""
+"""The argument ``run`` of a loss that makes its own backward passes and steps: ``def step(run, batch)``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Closure = Callable[[], torch.Tensor]
 
 
 class Engine(Protocol):
-    """What makes the backward passes and steps of a :class:`ManualRun`."""
+    """The object that makes the backward passes and steps of a :class:`ManualRun`."""
 
     update: int
     last: bool
@@ -118,7 +118,7 @@ class ManualRun:
             self._engine.stop(reason)
 
     def reported(self, returned: Any) -> Any:
-        """What the function ``returned``, or the sum of the losses that it gave to :meth:`backward` since the last call."""
+        """The value that the function ``returned``; else the sum of the losses given to :meth:`backward` since then."""
         losses, self._losses = self._losses, []
         if returned is not None:
             return returned

@@ -55,7 +55,7 @@ def kind(loss: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def denominator(loss: Callable[..., Any], targets: Any) -> float | torch.Tensor | None:
-    """What a loss of torch divides by: elements, labels, or their weights. ``None`` for other losses."""
+    """The number that a loss of torch divides by: elements, labels, or their weights; ``None`` for other losses."""
     function = kind(loss)
     if not isinstance(targets, torch.Tensor) or function not in (*CLASSES, *ELEMENTWISE):
         return None

@@ -49,7 +49,7 @@ def note(optimizer: Optimizer, model: nn.Module) -> str | None:
 
 
 def state_of(loss: nn.Module | None) -> dict[str, Any]:
-    """What a checkpoint stores of the loss."""
+    """The state of the loss that a checkpoint stores."""
     return {} if loss is None else loss.state_dict()
 
 

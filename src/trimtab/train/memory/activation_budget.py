@@ -50,7 +50,7 @@ class Verified:
         return Recomputed(self.plan.modules, self.changing)
 
     def note(self, budget_mb: float) -> str:
-        """What is recomputed to keep ``budget_mb``, in a sentence."""
+        """A sentence on the modules that are recomputed to keep ``budget_mb``."""
         done = f"{listed(self.names)} {'is' if len(self.names) == 1 else 'are'}" if self.names else "nothing is"
         return f"Activations take {self.peak / 1e6:.2f} MB at their peak, of {budget_mb:g} MB allowed: {done} recomputed."
 

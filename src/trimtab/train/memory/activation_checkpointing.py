@@ -148,7 +148,7 @@ def find_mutable(given: Iterable[Any]) -> Any:
 
 
 def _versions(given: Iterable[Any]) -> list[int]:
-    """How often each tensor within a tuple was changed in place. torch counts that of tensors that are arguments themselves."""
+    """The in-place version of each tensor within a tuple. torch itself checks tensors that are arguments."""
     inner = [tensor for value in given if isinstance(value, tuple) for tensor in tensors_of(value)]
     return [tensor._version for tensor in inner if not tensor.is_inference()]
 

@@ -27,7 +27,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
         self.operators = 0
-        """How many have run."""
+        """Number of operators that have run."""
         self.written: dict[int, int] = {}
         """By the number of a storage: :attr:`operators` when it was last changed in place."""
         self._known: dict[int, tuple[int, int]] = {}

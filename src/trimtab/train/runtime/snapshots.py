@@ -136,7 +136,7 @@ def forward_snapshot(model: nn.Module, loss: nn.Module | None) -> Snapshot:
 
 
 def why_parts_differ(kept: Snapshot, model: nn.Module) -> str:
-    """What makes an update from parts differ from that of the whole batch, after a forward pass; empty if nothing does.
+    """The reason why an update from parts differs from that of the whole batch, after a forward pass; "" if there is none.
 
     Args:
         kept: taken before the forward pass.

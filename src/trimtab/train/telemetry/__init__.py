@@ -1,1 +1,1 @@
-"""What a run reports: meters, metrics, events, progress, the share of the machine's peak."""
+"""Reports of a run: meters, metrics, events, progress, model FLOPs utilization."""

@@ -13,7 +13,7 @@ from trimtab.train.runtime.step_clock import PHASES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What :meth:`~trimtab.train.trainer.Trainer.fit` did."""
+    """The result of :meth:`~trimtab.train.trainer.Trainer.fit`."""
 
     updates: int
     """Updates made in this call, without those before a resumption."""
