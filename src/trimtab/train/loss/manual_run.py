@@ -118,7 +118,7 @@ class ManualRun:
             self._engine.stop(reason)
 
     def reported(self, returned: Any) -> Any:
-        """The value that the function ``returned``; else the sum of the losses given to :meth:`backward` since then."""
+        """``returned``, the value of the function; else the sum of the losses given to :meth:`backward` since the last call."""
         losses, self._losses = self._losses, []
         if returned is not None:
             return returned
