@@ -30,7 +30,7 @@ from trimtab.measure.remote import RemoteRunner, serve
 from trimtab.tensors.structure import tensors_of
 from trimtab.tensors.weights import raw
 from trimtab.train.checkpoint.checkpoints import SPARSE
-from trimtab.train.data.device_prefetch import stored
+from trimtab.train.data.device_prefetch import storage_tensors
 from trimtab.train.loss.loss_parity import BaselineLosses, late
 
 LOSSES = "losses.json"
@@ -125,7 +125,7 @@ def _fingerprint(subject: TrainingSubject, reference: BaselineLosses | None = No
     for tensor in tensors_of([trainer.model.state_dict(), list(subject.batches)]):  # a state may hold more than tensors
         if tensor.layout in SPARSE:
             digest.update(f"{tuple(tensor.shape)} {tensor.layout}".encode())
-        for part in stored(tensor):
+        for part in storage_tensors(tensor):
             digest.update(raw(part).numpy().tobytes())
     return digest.hexdigest()
 
