@@ -179,7 +179,7 @@ class Trainer:
         self.context.fit = FitState(MemoryPlan(self.context))
         self.progress = progress
         self._last: tuple[Any, Any] | None = None
-        """The training data that the last run was given, and the loader that it read: of an iterator, the rest."""
+        """The training data of the last run, and the loader that it read; for an iterator, one over its remaining batches."""
 
     @property
     def model(self) -> nn.Module:

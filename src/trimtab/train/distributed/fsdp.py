@@ -163,7 +163,7 @@ class FsdpGroup(Group):
         return contextlib.nullcontext()
 
     def forward(self, compute: Callable[[], T]) -> T:
-        """The result of ``compute``, a forward pass, with the parameters gathered that are in no list of layers."""
+        """Run the forward pass ``compute``, with the parameters gathered that belong to no list of layers."""
         if self._model is None:
             return compute()
         found: T = self._model(compute)
@@ -171,7 +171,7 @@ class FsdpGroup(Group):
         return found
 
     def forward_alone(self, compute: Callable[[], T]) -> T:
-        """The result of ``compute``. If it fails, the other processes wait within a layer and cannot be told."""
+        """Run the forward pass ``compute``. If it fails, the other processes wait within a layer and cannot be informed."""
         try:
             return self.forward(compute)
         except BaseException as error:
@@ -314,7 +314,7 @@ class _Root(nn.Module):
         model.forward = _GatheringForward(self, model.forward)
 
     def forward(self, compute: Callable[[], T]) -> T:
-        """The result of ``compute``."""
+        """Run ``compute`` and return its result."""
         before, self.inside = self.inside, True
         try:
             return compute()

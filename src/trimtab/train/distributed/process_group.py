@@ -57,9 +57,9 @@ class Group(World):
         """During an update: a parameter got no gradient in this process. After it: in any process whose data counts."""
         self._stop_wanted = self._stopping = False
         self._reported: BaseException | None = None
-        """The last error of this process, which other processes know of or cannot be told."""
+        """The last error of this process that other processes know of, or cannot be informed of."""
         self._unreported: BaseException | None = None
-        """The last error of this process that other processes could not be told of."""
+        """The last error of this process that other processes could not be informed of."""
 
     @property
     def leads(self) -> bool:
@@ -101,10 +101,10 @@ class Group(World):
         return share(batches, what, self.rank, self.size, self.seed, rows=self.size != self.processes)
 
     def rounds(self, groups: Iterator[T], length: int | None, repeat: Callable[[], T | None] | None = None) -> Iterator[T]:
-        """``groups``; while other processes have more, the last group again, with weight 0 (:attr:`counts` is false).
+        """The ``groups``. While other processes have more, the last group is repeated with weight 0 (:attr:`counts` is false).
 
-        So all processes make equally many updates, and all data of an uneven split is used with its weight. If all processes
-        know one length, they communicate only at the beginning and the end of the epoch.
+        So all processes make the same number of updates, and all data of an uneven split is used with its weight. If all of them
+        know one length, they communicate only at the beginning and at the end of the epoch.
 
         Args:
             repeat: gives a group to a process that has none to begin with, as one that had used up its shard before it resumed.
@@ -139,7 +139,7 @@ class Group(World):
         Raises:
             PeerMemoryError: another process ran out of memory in the block.
             PeerError: another process failed in it.
-            WorkloadError: this process ran out of memory in an update, and the others cannot be told.
+            WorkloadError: this process ran out of memory in an update, and the other processes cannot be informed.
         """
         if update:  # an error keeps frames, and the tensors in them, alive
             self._reported = self._unreported = None
@@ -157,7 +157,7 @@ class Group(World):
             raise
 
     def known_to_all(self, error: BaseException) -> bool:
-        """True if all processes have failed with ``error`` or have been told of it."""
+        """True if all processes have failed with ``error`` or have been informed of it."""
         if connection_lost(error) or gpu_assert_failed(error) or _caused_by(error, self._unreported):
             return False
         return _caused_by(error, self._reported) or isinstance(error, (UsageError, WorkloadError, PeerMemoryError))
@@ -275,12 +275,12 @@ class Group(World):
         return first, second
 
     def _failed(self, error: BaseException, *, update: bool) -> None:
-        """Tell the other processes, which wait in the exchange of an ``update`` or for a decision, that this one failed.
+        """Report to the other processes, which wait in the exchange of an ``update`` or for a decision, that this one failed.
 
-        If that is not possible, they end with this process: torchrun ends them, or their connection to it breaks.
+        If that is impossible, they end with this process: torchrun ends them, or their connection to it breaks.
 
         Raises:
-            WorkloadError: memory ran out in an update, and the others cannot be told.
+            WorkloadError: memory ran out in an update, and the other processes cannot be informed.
         """
         if connection_lost(error) or isinstance(error, (PeerError, PeerMemoryError)) or _caused_by(error, self._reported):
             return

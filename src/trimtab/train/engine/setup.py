@@ -198,10 +198,10 @@ def _made(optimizer: Any, parameters: Callable[[], list[nn.Parameter]]) -> Optim
 
 
 def check_manual(objective: LossAdapter, settings: Settings, world: World) -> None:
-    """Check that the settings suit a loss that drives, if it is one.
+    """Check that the settings suit a loss that makes its own steps, if the loss does.
 
     Raises:
-        UsageError: they ask for something that needs to compute an update twice, or for an exchange within its backward pass.
+        UsageError: a setting needs to compute an update twice, or exchanges gradients within its backward pass.
     """
     if not objective.manual:
         return
@@ -421,7 +421,7 @@ def _shards_of(values: Mapping[str, Any], now: Mapping[str, Any], state: Mapping
 
 
 def _convert_position(context: RunContext, before: int) -> None:
-    """Convert the position in the epoch, in batches per process, from ``before`` processes to the number now."""
+    """Convert the position in the epoch, in batches per process, from ``before`` processes to the present number."""
     position, now = context.position, context.world.size
     if before == now or not position.batch:
         return
