@@ -91,7 +91,7 @@ class DataParallelGroup(Group):
 
     @contextlib.contextmanager
     def together(self, *, update: bool = False) -> Iterator[None]:
-        """A block that succeeds in all processes or in none; with ``update``, gradients are averaged over all processes after it."""
+        """A block that succeeds in all processes or in none; with ``update``, it averages gradients over all processes."""
         if update:
             self._begin()
         with super().together(update=update):

@@ -76,7 +76,7 @@ def choose(
     Raises:
         UsageError: no plan keeps the budget; the message names the smallest one that can be kept.
         WorkloadError: the forward pass has a backward pass in it; the plan gives other gradients; or memory ran out where
-            other processes cannot be told.
+            other processes cannot be informed.
     """
     world = world or World()
     failed: BaseException | None = None
