@@ -103,7 +103,7 @@ class Group(World):
     def rounds(self, groups: Iterator[T], length: int | None, repeat: Callable[[], T | None] | None = None) -> Iterator[T]:
         """The ``groups``. While other processes have more, the last group is repeated with weight 0 (:attr:`counts` is false).
 
-        So all processes make as many updates, and all data of an uneven split is used with its weight. If all of them
+        So all processes make equally many updates, and all data of an uneven split is used with its weight. If all of them
         know one length, they communicate only at the beginning and at the end of the epoch.
 
         Args:
