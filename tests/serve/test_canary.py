@@ -18,7 +18,7 @@ import torch
 from _serving import Net, Server, write
 
 from trimtab.errors import UsageError
-from trimtab.serve.canary import Trial, Turns, decide, latency_ratio, more_errors
+from trimtab.serve.canary import CanaryStats, TrafficSplit, decide, error_difference, latency_ratio
 from trimtab.serve.options import read_options
 
 FLAGS = ["--instances", "1", "--threads", "1", "--batch", "8"]
@@ -101,8 +101,8 @@ def test_a_version_with_another_signature_is_not_tried(net: pathlib.Path, tmp_pa
 
 @pytest.mark.parametrize(("share", "rows"), [(0.05, 1), (0.3, 8), (0.5, 64), (0.9, 4)])
 def test_turns_keep_the_share_and_time_what_is_warm(share: float, rows: int) -> None:
-    new, old = Trial(), Trial()
-    turns = Turns(share, rows, new, old)
+    new, old = CanaryStats(), CanaryStats()
+    turns = TrafficSplit(share, rows, new, old)
     previous, run = None, 0
     for _ in range(8000):
         taken = turns.next_is_new()
@@ -117,8 +117,8 @@ def test_turns_keep_the_share_and_time_what_is_warm(share: float, rows: int) -> 
         assert len(one.means) >= 2
 
 
-def trial(answered: int, failed: int = 0, factor: float = 1.0) -> Trial:
-    draw, found = random.Random(answered), Trial()
+def trial(answered: int, failed: int = 0, factor: float = 1.0) -> CanaryStats:
+    draw, found = random.Random(answered), CanaryStats()
     for _ in range(answered):
         found.add(factor * draw.uniform(0.009, 0.011))
     found.failed = failed
@@ -137,14 +137,14 @@ def trial(answered: int, failed: int = 0, factor: float = 1.0) -> Trial:
         (trial(1), trial(50), True, "Too few answers"),
     ],
 )
-def test_the_decision(new: Trial, old: Trial, takes_over: bool, words: str) -> None:
+def test_the_decision(new: CanaryStats, old: CanaryStats, takes_over: bool, words: str) -> None:
     found = decide(new, old, 1.1)
     assert found is not None
     assert (found.takes_over, words in found.sentence) == (takes_over, True), found
 
 
 def test_intervals_hold_the_value_and_shrink() -> None:
-    few, many = more_errors(trial(9, 1), trial(20)), more_errors(trial(900, 100), trial(10000))
+    few, many = error_difference(trial(9, 1), trial(20)), error_difference(trial(900, 100), trial(10000))
     assert few.low < 0 < few.value == 0.1 < few.high
     assert 0 < many.low < many.value == 0.1 < many.high < few.high
     ratio = latency_ratio(trial(50, factor=2.0), trial(50))
@@ -158,7 +158,7 @@ def test_answers_that_are_slow_together_do_not_withdraw_a_version_that_is_as_fas
     """A neighbour takes the core for 40 answers now and then: 1.0 must lie in the interval about as often as it says."""
     inside = 0
     for seed in range(200):
-        draw, trials = random.Random(seed), (Trial(), Trial())
+        draw, trials = random.Random(seed), (CanaryStats(), CanaryStats())
         for one in trials:
             for start in range(0, 800, 40):
                 pace = 0.02 if draw.random() < 0.3 else 0.01

@@ -1,4 +1,4 @@
-"""A new version on trial: errors and latency beside those of the version that serves, and the decision."""
+"""Canary release: errors and latency of a new version against the version in service, and the decision."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trimtab.core.measurement import Interval
 from trimtab.measure.quantiles import normal_quantile, t_quantile
 
 MOST_BATCHES = 24
-"""Batches of a version's latencies, in the order of the answers; from this number on, two neighbours become one."""
-LOOK_S = 0.1
-EARLY_LEAST, EARLY_CONFIDENCE = 20, 0.999
-"""Requests from which on, and confidence with which, more errors end the trial before its time; it is looked at many times."""
+"""Batches of latencies per version, in time order. When a list reaches this length, adjacent batches are merged in pairs."""
+POLL_S = 0.1
+EARLY_REQUESTS, EARLY_CONFIDENCE = 20, 0.999
+"""Requests, and confidence of higher errors, that end a canary early. The confidence is high because the test is repeated."""
 
 
-class Trial:
-    """The outcomes of one version's requests during a trial."""
+class CanaryStats:
+    """Requests, failures and latencies of one version during a canary."""
 
     def __init__(self) -> None:
         self.answered = self.failed = 0
         """Answers with 200; answers with 500, 503 or 504."""
         self.warm = True
-        """Whether the latency of answers counts. The first answers after the other version's turn are slower, by up to a half:
-        the caches hold the other version's weights."""
+        """Whether latencies are recorded. The first answers after a switch between versions are up to 50% slower, because the
+        caches hold the weights of the other version."""
         self.means: list[float] = []
-        """Mean of the logarithm of the latency of each batch of answers, in their order: from 12 answers on, 12 to 23 batches.
+        """Mean log latency of each batch of answers, in time order: 12 to 23 batches from 12 answers on.
 
-        Answers that follow each other are slow together, where a neighbour has the core for a while. From single answers the
-        mean looks far surer than it is; from means of long batches it does not (Law and Carson, "A Sequential Procedure for
-        Determining the Length of a Steady-State Simulation", 1979).
+        Successive answers are correlated: a busy neighbour slows many of them. Single answers give far too narrow an interval,
+        means of long batches do not (Law and Carson, "A Sequential Procedure for Determining the Length of a Steady-State
+        Simulation", 1979).
         """
         self._size, self._sum, self._count = 1, 0.0, 0
 
@@ -57,25 +57,25 @@ class Trial:
         return self.answered + self.failed
 
 
-class Turns:
-    """Which version gets the next request. Requests go to the versions in turns of many, so that both answer under the same
-    conditions: with each request drawn on its own, the version with fewer requests finds its caches cold and its batches small.
-    A version with 30% of the requests was 1.2 times, one with 10% was 1.4 times as slow as itself.
+class TrafficSplit:
+    """Sends requests to two versions in alternating runs, so that both answer under equal conditions. With a random choice for
+    each request, the version with the smaller share has cold caches and small batches. It measured as 1.2 times as slow as
+    itself at a share of 30%, and 1.4 times at 10%.
 
     Args:
         share: of the requests that go to the new version, above 0 and below 1.
         rows: of the largest batch.
-        new, old: the outcomes of the two versions.
+        new, old: statistics of the two versions; their ``warm`` is set.
     """
 
-    def __init__(self, share: float, rows: int, new: Trial, old: Trial) -> None:
+    def __init__(self, share: float, rows: int, new: CanaryStats, old: CanaryStats) -> None:
         self._warm_up = min(max(rows, 5), 20)
         self._new, self._old = new, old
         self._lengths = 2 * self._warm_up, round(2 * self._warm_up * (1 - share) / share)
         self._at = 0
 
     def next_is_new(self) -> bool:
-        """Whether the new version gets the next request. A trial begins with it."""
+        """Whether the new version gets the next request. A canary begins with the new version."""
         new = self._at < self._lengths[0]
         position = self._at if new else self._at - self._lengths[0]
         (self._new if new else self._old).warm = position >= min(self._warm_up, self._lengths[not new] // 2)
@@ -91,7 +91,7 @@ class Decision:
     sentence: str
 
 
-def more_errors(new: Trial, old: Trial, confidence: float = 0.95) -> Interval:
+def error_difference(new: CanaryStats, old: CanaryStats, confidence: float = 0.95) -> Interval:
     """The share of failed requests of ``new`` minus that of ``old``; Newcombe's hybrid score interval."""
     z = normal_quantile(0.5 + confidence / 2)
     (p, low, high), (q, below, above) = _wilson(new.failed, new.requests, z), _wilson(old.failed, old.requests, z)
@@ -107,7 +107,7 @@ def _wilson(count: int, n: int, z: float) -> tuple[float, float, float]:
     return share, min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share)
 
 
-def latency_ratio(new: Trial, old: Trial) -> Interval | None:
+def latency_ratio(new: CanaryStats, old: CanaryStats) -> Interval | None:
     """The geometric mean latency of ``new`` over that of ``old``, with Welch's interval over the batches of answers; ``None``
     for too few answers."""
     if min(len(new.means), len(old.means)) < 2:
@@ -120,18 +120,18 @@ def latency_ratio(new: Trial, old: Trial) -> Interval | None:
     return Interval(math.exp(ratio), math.exp(ratio - half), math.exp(ratio + half))
 
 
-def decide(new: Trial, old: Trial, slowdown: float, *, early: bool = False) -> Decision | None:
-    """The decision after a trial.
+def decide(new: CanaryStats, old: CanaryStats, slowdown: float, *, early: bool = False) -> Decision | None:
+    """The decision after a canary.
 
     Args:
-        new, old: the outcomes of the two versions.
-        slowdown: the new version is withdrawn if its latency is surely above this multiple of the old one's.
-        early: only more errors, of which there is no doubt; else ``None``.
+        new, old: statistics of the two versions.
+        slowdown: the new version is withdrawn if the lower bound of its latency ratio is above this.
+        early: decide only if errors are higher with :data:`EARLY_CONFIDENCE`; else return ``None``.
     """
     if early:
-        surely = new.requests >= EARLY_LEAST and more_errors(new, old, EARLY_CONFIDENCE).low > 0
+        surely = new.requests >= EARLY_REQUESTS and error_difference(new, old, EARLY_CONFIDENCE).low > 0
         return decide(new, old, slowdown) if surely else None
-    errors, latency = more_errors(new, old), latency_ratio(new, old)
+    errors, latency = error_difference(new, old), latency_ratio(new, old)
     found = (
         f"{new.requests} requests against {old.requests} of the old version; errors {_percent(new)} against {_percent(old)}, "
         f"difference {100 * errors.low:+.2g} to {100 * errors.high:+.2g} points"
@@ -146,12 +146,14 @@ def decide(new: Trial, old: Trial, slowdown: float, *, early: bool = False) -> D
     return Decision(True, f"The new version takes over, as nothing speaks against it: {found}.{doubt}")
 
 
-def _percent(trial: Trial) -> str:
-    return f"{100 * trial.failed / max(trial.requests, 1):.2g}%"
+def _percent(stats: CanaryStats) -> str:
+    return f"{100 * stats.failed / max(stats.requests, 1):.2g}%"
 
 
-async def tried(new: Trial, old: Trial, seconds: float, slowdown: float, stopping: Callable[[], bool]) -> Decision:
-    """Wait for ``seconds`` while both versions serve, then :func:`decide`; earlier if the new one surely fails more often."""
+async def run_canary(
+    new: CanaryStats, old: CanaryStats, seconds: float, slowdown: float, stopping: Callable[[], bool]
+) -> Decision:
+    """Wait for ``seconds`` while both versions serve, then :func:`decide`. Ends early if ``new`` surely fails more often."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     while loop.time() < end:
@@ -159,7 +161,7 @@ async def tried(new: Trial, old: Trial, seconds: float, slowdown: float, stoppin
             return Decision(False, "The new version is withdrawn, as the server stops.")
         if (decision := decide(new, old, slowdown, early=True)) is not None:
             return decision
-        await asyncio.sleep(min(LOOK_S, max(end - loop.time(), 0.0)))
+        await asyncio.sleep(min(POLL_S, max(end - loop.time(), 0.0)))
     decision = decide(new, old, slowdown)
     assert decision is not None
     return decision

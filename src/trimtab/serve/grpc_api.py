@@ -179,7 +179,7 @@ class Service:
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
         model = self._repository.model(request.model_name)
-        deployment = model.taking(request.model_version or None)
+        deployment = model.route(request.model_version or None)
         interface = deployment.interface
         assert interface is not None
         start, record = time.perf_counter(), record or Record()

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from trimtab.serve.batcher import Answer
-from trimtab.serve.canary import Trial
+from trimtab.serve.canary import CanaryStats
 from trimtab.serve.drift import LABELS, InputDrift, OutputDrift, drift_metrics
 
 SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1.0, 2.5, 5.0))
@@ -59,8 +59,8 @@ class ModelMetrics:
         self.outputs: OutputDrift | None = None
         """Errors against the reference, with ``--shadow``."""
         self.inputs: InputDrift | None = None
-        self.trial: Trial | None = None
-        """Outcomes since the start of a trial of a new version."""
+        self.canary: CanaryStats | None = None
+        """Requests since the start of a canary."""
         self.restarts = 0
         self.last_ms = 0
 
@@ -69,8 +69,8 @@ class ModelMetrics:
         self.requests["ok"] += 1
         self._times.append((total_s, answer.queue_s, answer.wait_s, answer.compute_s))
         self.last_ms = int(time.time() * 1000)
-        if self.trial is not None:
-            self.trial.add(total_s)
+        if self.canary is not None:
+            self.canary.add(total_s)
         if len(self._times) >= MOST_KEPT:
             self.settle()
 
@@ -96,8 +96,8 @@ class ModelMetrics:
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self.requests[OUTCOMES.get(status, "bad_request")] += 1
-        if self.trial is not None and status >= 500:
-            self.trial.failed += 1
+        if self.canary is not None and status >= 500:
+            self.canary.failed += 1
 
     def batch(self, rows: int, compute_s: float, cpu_s: float) -> None:
         """Count a batch that an instance has computed; ``cpu_s`` is the CPU time of all its threads meanwhile."""

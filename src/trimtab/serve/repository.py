@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trimtab.serve.canary import Trial, Turns, tried
+from trimtab.serve.canary import CanaryStats, TrafficSplit, run_canary
 from trimtab.serve.connection import StartError
 from trimtab.serve.deployment import Deployment, Layout
 from trimtab.serve.metrics import ModelMetrics
@@ -27,12 +27,12 @@ class Model:
         self.name, self.path = name, path
         self.active: Deployment | None = None
         self.canary: Deployment | None = None
-        """A new version on trial, which gets a share of the requests."""
+        """The new version of a canary, which gets a share of the requests."""
         self.version = 0
         self.draining = False
         self.reason = ""
         """Why no version serves, or why the last load failed."""
-        self._turns: Turns | None = None
+        self._split: TrafficSplit | None = None
         self.retiring: list[Deployment] = []
         self.tuning: Tuning | None = None
         self._options, self._log = options, log
@@ -47,10 +47,10 @@ class Model:
 
     async def load(self) -> None:
         """Start a new version beside the one that serves, switch to it when it is ready, and drain the old one. With
-        ``--canary`` it is tried first, on a share of the requests.
+        ``--canary`` the new version gets a share of the requests first.
 
         Raises:
-            StartError: the new version did not become ready, or was withdrawn after its trial; the old one serves on.
+            StartError: the new version did not become ready, or was withdrawn after its canary; the old one serves on.
         """
         async with self._lock:
             options, version = self._options, self._newest + 1
@@ -70,7 +70,7 @@ class Model:
                 await deployment.start()
                 self._newest = version
                 if self.active is not None and options.canary:
-                    sentence = await self._try(self.active, deployment)
+                    sentence = await self._run_canary(self.active, deployment)
             except StartError as error:
                 self.reason = str(error)
                 self._log("version not loaded", model=self.name, version=str(version), reason=str(error))
@@ -80,14 +80,14 @@ class Model:
         self._log("version serves", model=self.name, version=str(version), instances=layout.instances, **why)
         await self._retire(old)
 
-    async def _try(self, old: Deployment, new: Deployment) -> str:
+    async def _run_canary(self, old: Deployment, new: Deployment) -> str:
         """Send a share of the requests to ``new`` for a time. The sentence why it takes over.
 
         Raises:
             StartError: ``new`` is withdrawn, and was stopped.
         """
         options, version = self._options, new.metrics.version
-        trials = new.metrics.trial, old.metrics.trial = Trial(), Trial()
+        stats = new.metrics.canary, old.metrics.canary = CanaryStats(), CanaryStats()
         try:
             if new.interface != old.interface:
                 raise StartError(
@@ -95,11 +95,11 @@ class Model:
                     "The new version has other inputs or outputs than the old one, so that they cannot be compared on the same "
                     "requests. Start the server anew with it.",
                 )
-            self._turns = Turns(options.canary, new.layout.rows, *trials)
+            self._split = TrafficSplit(options.canary, new.layout.rows, *stats)
             self.canary, share = new, f"{100 * options.canary:g}%"
             self.reason = f"Version {version} gets {share} of the requests for {options.canary_time_s:g} s."
             self._log("canary", model=self.name, version=version, share=share, seconds=options.canary_time_s)
-            decision = await tried(*trials, options.canary_time_s, options.canary_slowdown, lambda: self.draining)
+            decision = await run_canary(*stats, options.canary_time_s, options.canary_slowdown, lambda: self.draining)
             if not decision.takes_over:
                 raise StartError("UsageError", decision.sentence)
         except BaseException:  # cancelled, too: no process is left
@@ -107,7 +107,7 @@ class Model:
             await self._retire(new)
             raise
         finally:
-            self.canary = self._turns = new.metrics.trial = old.metrics.trial = None
+            self.canary = self._split = new.metrics.canary = old.metrics.canary = None
         return decision.sentence
 
     async def _layout(self) -> Layout:
@@ -158,13 +158,13 @@ class Model:
             raise Refusal(404, f"The model {self.name} is not loaded: {self.reason or 'nothing was loaded yet'}.")
         return self.active
 
-    def taking(self, version: str | None = None) -> Deployment:
-        """The version that gets the next request: the one that serves, or its share of the times the one on trial.
+    def route(self, version: str | None = None) -> Deployment:
+        """The version for the next request: the active one, or the canary for its share of the requests.
 
         Raises:
             Refusal: as :meth:`serving`.
         """
-        on_trial = version is None and self._turns is not None and self._turns.next_is_new()
+        on_trial = version is None and self._split is not None and self._split.next_is_new()
         if on_trial and self.canary is not None and self.canary.ready:
             return self.canary
         return self.serving(version)

@@ -152,7 +152,7 @@ class Application:
                 reply(found)
 
         try:
-            model, deployment = self._taking(inference.words)
+            model, deployment = self._route(inference.words)
             accepted = self._accept(model, deployment, headers.get(LENGTH), body)
         except Refusal as refusal:
             refuse(refusal)
@@ -215,7 +215,7 @@ class Application:
 
     async def _infer(self, words: list[str], scope: Scope, receive: Receive, record: Record, tag: Header) -> Reply:
         _only(scope, "POST")
-        model, deployment = self._taking(words)
+        model, deployment = self._route(words)
         record.facts |= {"model": model, "version": deployment.metrics.version}
         try:
             if encoding := _header(scope, b"content-encoding"):
@@ -231,12 +231,12 @@ class Application:
             raise
         return _answered(accepted, answer, tag)
 
-    def _taking(self, words: Sequence[str]) -> tuple[str, Deployment]:
+    def _route(self, words: Sequence[str]) -> tuple[str, Deployment]:
         """The name of a model, and its version that gets the next request."""
         if self._repository.draining:
             raise Refusal(503, "The server is stopping and takes no further requests.", 1)
         model = self._repository.model(words[0])
-        return model.name, model.taking(_version_in(words[1:]))
+        return model.name, model.route(_version_in(words[1:]))
 
     def _accept(
         self, model: str, deployment: Deployment, length: bytes | None, body: Bytes, record: Record | None = None
