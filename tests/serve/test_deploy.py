@@ -27,7 +27,7 @@ from trimtab.errors import UsageError
 from trimtab.serve import deploy
 from trimtab.serve.batcher import Answer
 from trimtab.serve.drift import InputDrift, OutputDrift
-from trimtab.serve.metrics import Figures, ModelMetrics, exposition
+from trimtab.serve.metrics import MetricsCollector, ModelMetrics, exposition
 from trimtab.serve.options import Options, read_options
 from trimtab.serve.protocol import TensorFormat, request_id
 from trimtab.serve.replica import Replica
@@ -254,12 +254,12 @@ def test_the_command_writes_and_wants_a_folder(
 
 def test_the_dashboard_asks_for_metrics_and_labels_that_are_exported() -> None:
     metrics = ModelMetrics("net", "1")
-    metrics.answered(0.01, Answer([], [], queue_s=0.001, compute_s=0.002))
+    metrics.count_answer(0.01, Answer([], [], queue_s=0.001, compute_s=0.002))
     metrics.outputs, metrics.inputs = OutputDrift(["y"], [0.1]), InputDrift([TensorFormat.of("x", "float32", [1])], [None])
     for number in range(2):
         metrics.outputs.add([0.01 * number])
         metrics.inputs.add([bytes(4)])
-    text = exposition(Figures(lambda: [(metrics, 0, [1])])).decode()
+    text = exposition(MetricsCollector(lambda: [(metrics, 0, [1])])).decode()
     exported = {
         found[1]: set(re.findall(r'(\w+)="', found[0])) for found in re.finditer(r"^(trimtab_\w+)\{.*", text, re.MULTILINE)
     }

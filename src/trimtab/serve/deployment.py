@@ -178,7 +178,7 @@ class Deployment:
             return
         assert self.interface is not None
         compute_s, rows = head["compute"], sum([item.call.rows for item in batch])
-        self.metrics.batch(rows, compute_s, head["cpu"])
+        self.metrics.count_batch(rows, compute_s, head["cpu"])
         shadow = self._shadow
         for item, answer in zip(batch, _split(batch, self.interface, head["shapes"], body, rows), strict=True):
             if item.future.done():

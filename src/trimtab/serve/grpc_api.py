@@ -193,7 +193,7 @@ class Service:
             answer = await deployment.submit(call, most if timeout is None else min(timeout, most))
             record.computed(answer)
         except Refusal as refusal:
-            deployment.metrics.refused(refusal.status)
+            deployment.metrics.count_refusal(refusal.status)
             raise
         outputs = [
             {"name": form.name, "datatype": form.datatype, "shape": shape}
@@ -206,7 +206,7 @@ class Service:
             outputs=outputs,
             raw_output_contents=[bytes(answer.tensors[index]) for index in chosen],
         )
-        deployment.metrics.answered(time.perf_counter() - start, answer)
+        deployment.metrics.count_answer(time.perf_counter() - start, answer)
         return found
 
 

@@ -1,4 +1,4 @@
-"""Figures of a server: counted in plain integers while it serves, and shown as Prometheus metrics and protocol statistics."""
+"""Metrics of a server: counted in plain integers, exported as Prometheus metrics and as statistics of the protocol."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1.0, 2
 """Upper bounds of the latency histograms: 0.1 ms to 50 s."""
 ROWS = tuple(2.0**power for power in range(11))
 OUTCOMES = {200: "ok", 400: "bad_request", 500: "failed", 503: "refused", 504: "deadline"}
-MOST_KEPT = 512
-"""Requests whose times are kept until they are sorted into the histograms: at once, and not while a client waits."""
+MOST_BUFFERED = 512
+"""Requests whose times are buffered. Histograms are updated for the whole buffer at once, outside of the hot path."""
 
 
 class Histogram:
@@ -64,18 +64,18 @@ class ModelMetrics:
         self.restarts = 0
         self.last_ms = 0
 
-    def answered(self, total_s: float, answer: Answer) -> None:
+    def count_answer(self, total_s: float, answer: Answer) -> None:
         """Count a request that was answered."""
         self.requests["ok"] += 1
         self._times.append((total_s, answer.queue_s, answer.wait_s, answer.compute_s))
         self.last_ms = int(time.time() * 1000)
         if self.canary is not None:
             self.canary.add(total_s)
-        if len(self._times) >= MOST_KEPT:
-            self.settle()
+        if len(self._times) >= MOST_BUFFERED:
+            self.flush()
 
-    def settle(self) -> None:
-        """Sort the times that were kept into the histograms."""
+    def flush(self) -> None:
+        """Add the buffered times to the histograms."""
         if self._times:
             total, queue, wait, compute = np.array(self._times).T
             self._times.clear()
@@ -93,18 +93,18 @@ class ModelMetrics:
                     self.sizes[size][1] += took
             self._batches.clear()
 
-    def refused(self, status: int) -> None:
+    def count_refusal(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self.requests[OUTCOMES.get(status, "bad_request")] += 1
         if self.canary is not None and status >= 500:
             self.canary.failed += 1
 
-    def batch(self, rows: int, compute_s: float, cpu_s: float) -> None:
+    def count_batch(self, rows: int, compute_s: float, cpu_s: float) -> None:
         """Count a batch that an instance has computed; ``cpu_s`` is the CPU time of all its threads meanwhile."""
         self.batch_cpu_s += cpu_s
         self._batches.append((rows, compute_s))
-        if len(self._batches) >= MOST_KEPT:
-            self.settle()
+        if len(self._batches) >= MOST_BUFFERED:
+            self.flush()
 
     def statistics(self) -> dict[str, Any]:
         """The figures as the protocol's statistics extension has them; times in nanoseconds."""
@@ -112,7 +112,7 @@ class ModelMetrics:
         def of(*histograms: Histogram) -> dict[str, int]:
             return {"count": histograms[0].count, "ns": round(sum(one.sum for one in histograms) * 1e9)}
 
-        self.settle()
+        self.flush()
         failed = sum(count for outcome, count in self.requests.items() if outcome != "ok")
         nothing = {"count": 0, "ns": 0}
         return {
@@ -145,7 +145,7 @@ class ModelMetrics:
         }
 
 
-class Figures(Collector):
+class MetricsCollector(Collector):
     """Prometheus metrics of all versions. ``served`` gives (metrics, queue depth, process ids of the instances) of each."""
 
     def __init__(self, served: Callable[[], Iterable[tuple[ModelMetrics, int, list[int]]]]) -> None:
@@ -173,7 +173,7 @@ class Figures(Collector):
             )
         }
         for metrics, waiting, pids in found:
-            metrics.settle()
+            metrics.flush()
             labels = [metrics.model, metrics.version]
             for outcome in OUTCOMES.values():
                 requests.add_metric([*labels, outcome], metrics.requests[outcome])
@@ -206,8 +206,8 @@ class Figures(Collector):
         yield from (cpu, memory)
 
 
-def exposition(figures: Figures) -> bytes:
-    """The figures in the text format of Prometheus."""
+def exposition(collector: MetricsCollector) -> bytes:
+    """The metrics in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(figures)
+    registry.register(collector)
     return generate_latest(registry)

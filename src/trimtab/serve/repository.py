@@ -239,7 +239,7 @@ class Repository:
             yield from [one for one in (model.active, model.canary) if one is not None]
             yield from model.retiring
 
-    def figures(self) -> Iterator[tuple[ModelMetrics, int, list[int]]]:
+    def metrics(self) -> Iterator[tuple[ModelMetrics, int, list[int]]]:
         """Metrics, queue depth and process ids of each version."""
         for one in self.deployments():
             yield one.metrics, one.batcher.size, [instance.pid for instance in one.instances if instance.state == "ready"]

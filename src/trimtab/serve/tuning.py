@@ -333,7 +333,7 @@ class _Sample:
 
     def _count(self) -> _Count:
         metrics = self._deployment.metrics
-        metrics.settle()
+        metrics.flush()
         return _Count(time.perf_counter(), metrics.rows.sum, metrics.batch_compute.count, metrics.batch_compute.sum)
 
 

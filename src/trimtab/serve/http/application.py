@@ -19,7 +19,7 @@ from trimtab.serve.batcher import Answer
 from trimtab.serve.connection import StartError
 from trimtab.serve.deployment import Deployment
 from trimtab.serve.http.openapi import document, page, sign_in
-from trimtab.serve.metrics import Figures, exposition
+from trimtab.serve.metrics import MetricsCollector, exposition
 from trimtab.serve.protocol import HEADER_LENGTH, Asked, Bytes, Refusal, read_request, request_id, write_response
 from trimtab.serve.repository import Repository
 from trimtab.serve.traces import Record, Tracer
@@ -106,7 +106,7 @@ class Application:
 
     def __init__(self, repository: Repository, tracer: Tracer | None = None) -> None:
         self._repository, self._tracer = repository, tracer
-        self._figures = Figures(repository.figures)
+        self._collector = MetricsCollector(repository.metrics)
         options = repository.options
         self._most = int(options.max_body_mb * 1e6)
         self._token = None if options.token is None else f"Bearer {options.token}".encode()
@@ -137,7 +137,7 @@ class Application:
 
         def refuse(refusal: Refusal) -> None:
             if deployment is not None:
-                deployment.metrics.refused(refusal.status)
+                deployment.metrics.count_refusal(refusal.status)
             reply(_refused(refusal, tag))
 
         def computed(answer: asyncio.Future[Answer]) -> None:
@@ -227,7 +227,7 @@ class Application:
             answer = await accepted.answer
             record.computed(answer)
         except Refusal as refusal:
-            deployment.metrics.refused(refusal.status)
+            deployment.metrics.count_refusal(refusal.status)
             raise
         return _answered(accepted, answer, tag)
 
@@ -260,7 +260,7 @@ class Application:
             raise Refusal(404, f"There is no route /{route[:200]}. See /openapi.json.")
         _only(scope, "GET", "HEAD")
         if route == "metrics":
-            return 200, exposition(self._figures), TEXT
+            return 200, exposition(self._collector), TEXT
         if route == "openapi.json":
             return 200, orjson.dumps(document(self._repository)), JSON
         return 200, page(self._repository).encode(), HTML
@@ -442,7 +442,7 @@ def _answered(accepted: Accepted, answer: Answer, tag: Header) -> Reply:
     assert deployment.interface is not None
     head = {"model_name": accepted.model, "model_version": deployment.metrics.version}
     parts, json_length = write_response(head, asked, deployment.interface.outputs, answer.tensors, answer.shapes)
-    deployment.metrics.answered(time.perf_counter() - accepted.start, answer)
+    deployment.metrics.count_answer(time.perf_counter() - accepted.start, answer)
     if json_length is None:
         return Reply(200, JSON, [tag], parts)
     return Reply(200, BINARY, [tag, (LENGTH, b"%d" % json_length)], parts)
