@@ -25,7 +25,7 @@ from trimtab.core.backend import Executable
 from trimtab.core.signature import Dim
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.serve.connection import Instance
-from trimtab.serve.frames import cut
+from trimtab.serve.frames import unpack
 from trimtab.serve.instance.load import loaded
 from trimtab.serve.instance.served import Served
 from trimtab.serve.options import read_options
@@ -155,7 +155,7 @@ def test_shared_memory_grows_and_refuses_what_is_not_there() -> None:
     reader = SharedMemory(os.dup(memory.descriptor))
     for size in (3, 5000, 70, 1 << 20):
         total = memory.write([[b"a" * size], [b"b", b"c" * size]])
-        first, second = cut(reader.view(total), [size, size + 1])
+        first, second = unpack(reader.view(total), [size, size + 1])
         assert (bytes(first), bytes(second)) == (b"a" * size, b"b" + b"c" * size)
     with pytest.raises(ValueError, match="is said to be in"):
         reader.view(1 << 30)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.serve.frames import Reader, cut, pack
+from trimtab.serve.frames import Reader, pack, unpack
 from trimtab.serve.protocol import Bounds, Interface, Refusal, TensorFormat, read_request, values_of, write_response
 
 INTERFACE = Interface(
@@ -156,4 +156,4 @@ def test_frames_come_out_as_they_went_in(tensors: list[bytes], step: int) -> Non
     assert len(found) == 2
     for head, content in found:
         assert head == {"id": 1}
-        assert [bytes(tensor) for tensor in cut(content, [len(tensor) for tensor in tensors])] == tensors
+        assert [bytes(tensor) for tensor in unpack(content, [len(tensor) for tensor in tensors])] == tensors

@@ -16,7 +16,7 @@ import torch
 from _serving import Server, write
 
 from trimtab.errors import UsageError
-from trimtab.serve.drift import LEAST, InputDrift, OutputDrift
+from trimtab.serve.drift import MIN_COMPARISONS, InputDrift, OutputDrift
 from trimtab.serve.options import read_options
 from trimtab.serve.protocol import TensorFormat
 
@@ -50,12 +50,12 @@ def references(server: Server) -> list[psutil.Process]:
 def test_the_original_agrees_and_its_process_is_never_waited_for(tmp_path: pathlib.Path) -> None:
     folder = write(tmp_path / "artifact", original=True).path
     with Server(tmp_path / "log", str(folder), *ONE, "--shadow", "100%") as server:
-        found = compared(server, LEAST)
+        found = compared(server, MIN_COMPARISONS)
         logits, classes = found["errors"]
         assert (found["alarm"], found["up"], logits["output"], classes["output"]) == (False, True, "logits", "class")
         assert 0 <= logits["mean"] <= logits["high"] < logits["tolerance"]
         assert metric(server, "trimtab_shadow_alarm", model="net", version="1") == 0
-        assert metric(server, "trimtab_shadow_requests_total", outcome="compared") >= LEAST
+        assert metric(server, "trimtab_shadow_requests_total", outcome="compared") >= MIN_COMPARISONS
         assert metric(server, "trimtab_shadow_error", output="logits", statistic="high") < logits["tolerance"]
         assert "against the original" in server.ask("GET", "/")[1].decode()
         bad = ROWS.copy()
@@ -87,7 +87,7 @@ def test_the_original_agrees_and_its_process_is_never_waited_for(tmp_path: pathl
 def test_outputs_that_leave_the_tolerance_raise_the_alarm(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
     other = write(tmp_path / "other", seed=1).path
     with Server(tmp_path / "log", str(net), *ONE, "--shadow", "1", "--shadow-from", str(other)) as server:
-        found = compared(server, LEAST)
+        found = compared(server, MIN_COMPARISONS)
         assert found["alarm"]
         assert found["errors"][0]["low"] > found["errors"][0]["tolerance"]
         assert metric(server, "trimtab_shadow_alarm") == 1
@@ -129,14 +129,14 @@ def test_shares_and_references_are_read(net: pathlib.Path, tmp_path: pathlib.Pat
 
 def test_the_alarm_needs_an_interval_above_the_tolerance_or_a_broken_output() -> None:
     drift = OutputDrift(["y"], [0.01])
-    for error in [0.02] * (LEAST - 1):
+    for error in [0.02] * (MIN_COMPARISONS - 1):
         drift.add([error])
     assert not drift.alarm
     drift.add([0.021])
     assert drift.alarm
     assert drift.intervals()["y"].low > 0.01
     unsure = OutputDrift(["y"], [0.01])
-    for error in [0.0, 0.03] * LEAST:
+    for error in [0.0, 0.03] * MIN_COMPARISONS:
         unsure.add([error])
     assert unsure.intervals()["y"].value > 0.01 > unsure.intervals()["y"].low
     assert not unsure.alarm

@@ -14,22 +14,21 @@ from trimtab.hardware import system
 from trimtab.serve.batcher import Answer, Batcher, Item
 from trimtab.serve.connection import Instance, StartError
 from trimtab.serve.drift import InputDrift
-from trimtab.serve.frames import cut
+from trimtab.serve.frames import unpack
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.protocol import Bytes, Call, Interface, Refusal
 from trimtab.serve.shadow import Shadow
 
 SWEEP_S = 0.02
-"""Seconds between looks for requests whose deadline has passed."""
-LOOK_S = 0.05
-"""Least seconds between requests whose inputs are compared with those that the artifact knows."""
-TOGETHER_S = 0.02
-"""Seconds after the end of an instance within which others that were killed with it are seen to have ended, too."""
+"""Seconds between two checks for expired requests and hanging instances."""
+SAMPLE_INPUTS_S = 0.05
+"""Least seconds between two requests whose inputs are sampled for :class:`InputDrift`."""
+RETRY_DELAY_S = 0.02
+"""Seconds between the end of an instance and the retry of its requests: others that were killed with it have ended by then."""
 STALLED_S = 60.0
 """Seconds after which an instance that computes one batch counts as hanging and is killed."""
 STABLE_S, LONGEST_PAUSE_S = 10.0, 30.0
-"""An instance that ends within the first number of seconds after its start is restarted after a pause, which doubles up to the
-second number."""
+"""An instance that ends within ``STABLE_S`` of its start is restarted after a pause, doubled up to ``LONGEST_PAUSE_S``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +64,12 @@ class Deployment:
         self.description: dict[str, Any] = {}
         self.stopping = False
         self._shadow = shadow
-        self._next_look = 0.0
+        self._next_sample = 0.0
         self._log, self._pause_s = log, 0.0
         self._tasks = set[asyncio.Task[Any]]()
         self._loop, self._work = asyncio.get_running_loop(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._pumping = False
+        self._scheduled = False
 
     @property
     def ready(self) -> bool:
@@ -90,7 +89,7 @@ class Deployment:
         """
         self.instances = [self._instance(number) for number in range(self.layout.instances)]
         try:
-            starting = [one.start() for one in self._started()]
+            starting = [one.start() for one in self._processes()]
             found = await asyncio.gather(*starting, return_exceptions=True)
             if failed := [error for error in found if error is not None]:
                 raise failed[0]
@@ -105,7 +104,7 @@ class Deployment:
             self.metrics.outputs = self._shadow.drift
         self._spawn(self._sweep())
 
-    def _started(self) -> list[Instance | Shadow]:
+    def _processes(self) -> list[Instance | Shadow]:
         return [*self.instances, *([] if self._shadow is None else [self._shadow])]
 
     def _instance(self, number: int) -> Instance:
@@ -133,14 +132,14 @@ class Deployment:
         item = Item(call, now, now + timeout_s, self._loop.create_future())
         self.batcher.put(item)
         self._work.set()
-        if not self._pumping:  # once for all requests that arrived together, so that they share a batch
-            self._pumping = True
-            self._loop.call_soon(self._pump)
+        if not self._scheduled:  # once per turn of the event loop, so that requests that arrive together share a batch
+            self._scheduled = True
+            self._loop.call_soon(self._dispatch)
         return item.future
 
-    def _pump(self) -> None:
+    def _dispatch(self) -> None:
         """Give batches to free instances."""
-        self._pumping = False
+        self._scheduled = False
         for instance in self.instances:
             if not self.batcher.size:
                 return
@@ -150,7 +149,7 @@ class Deployment:
             batch, wait_s = self.batcher.take(now)
             if not batch:
                 if wait_s and self._timer is None:
-                    self._timer = self._loop.call_later(wait_s, self._waited)
+                    self._timer = self._loop.call_later(wait_s, self._on_timer)
                 return
             for item in batch:
                 item.taken = now
@@ -159,9 +158,9 @@ class Deployment:
             if batch:
                 instance.send(batch, now)
 
-    def _waited(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._pump()
+        self._dispatch()
 
     def _without_expired(self, batch: list[Item], now: float) -> list[Item]:
         for item in batch:
@@ -172,9 +171,9 @@ class Deployment:
     def _on_reply(self, instance: Instance, head: dict[str, Any], body: memoryview) -> None:
         batch, instance.batch, now = instance.batch, [], self._loop.time()
         wait_s, instance.since = instance.free_s if self.batcher.max_wait_s else 0.0, now
-        self._pump()  # first, so that the instance computes while the answers are written
+        self._dispatch()  # before the answers are written, so that the instance is not idle
         if "error" in head:
-            self._failed(batch, Refusal(400 if head["input"] else 500, head["error"]))
+            self._retry_or_refuse(batch, Refusal(400 if head["input"] else 500, head["error"]))
             return
         assert self.interface is not None
         compute_s, rows = head["compute"], sum([item.call.rows for item in batch])
@@ -187,28 +186,28 @@ class Deployment:
             answer.wait_s = min(waited, wait_s)
             answer.queue_s, answer.compute_s, answer.batch_rows = waited - answer.wait_s, compute_s, rows
             item.future.set_result(answer)
-            if shadow is not None and shadow.drawn():
+            if shadow is not None and shadow.sampled():
                 self._loop.call_soon(shadow.compare, item.call, answer)  # after the answer has been written
-        if now >= self._next_look and self.metrics.inputs is not None:
-            self._next_look = now + LOOK_S
+        if now >= self._next_sample and self.metrics.inputs is not None:
+            self._next_sample = now + SAMPLE_INPUTS_S
             self._loop.call_soon(self.metrics.inputs.add, batch[0].call.tensors)
 
-    def _failed(self, batch: list[Item], refusal: Refusal) -> None:
-        """Answer a request that failed alone; try those of a batch once more, each alone."""
+    def _retry_or_refuse(self, batch: list[Item], refusal: Refusal) -> None:
+        """Refuse a request that failed on its own. Requests of a failed batch are retried one by one."""
         for item in batch:
             if len(batch) == 1:
                 _refuse(item, refusal)
             else:
                 self.batcher.put_back(item)
-        self._pump()
+        self._dispatch()
 
     def _on_close(self, instance: Instance) -> None:
-        """An instance died. The requests that it held are tried once more, alone, and another instance starts."""
+        """Start another instance, and retry each request of the dead one once, on its own."""
         if not self.stopping and self.interface is not None:
             self._spawn(self._replace(instance))
 
     async def _replace(self, instance: Instance) -> None:
-        await asyncio.sleep(TOGETHER_S)  # a retry must not go to an instance that was killed in the same moment
+        await asyncio.sleep(RETRY_DELAY_S)  # a retry must not go to an instance that was killed in the same moment
         if instance not in self.instances:
             return  # it was replaced already
         for item in instance.batch:
@@ -218,12 +217,12 @@ class Deployment:
             elif not item.future.done():
                 self.batcher.put_back(item)
         instance.batch = []
-        place = self.instances.index(instance)
-        self.instances[place] = self._instance(place)
+        slot = self.instances.index(instance)
+        self.instances[slot] = self._instance(slot)
         self.metrics.restarts += 1
         self._log("instance ended", model=self.metrics.model, pid=instance.pid)
-        self._spawn(self._restart(self.instances[place]))
-        self._pump()
+        self._spawn(self._restart(self.instances[slot]))
+        self._dispatch()
 
     async def _restart(self, instance: Instance) -> None:
         await asyncio.sleep(self._pause_s)
@@ -237,7 +236,7 @@ class Deployment:
             self._on_close(instance)
             return
         self._log("instance restarted", model=self.metrics.model, pid=instance.pid)
-        self._pump()
+        self._dispatch()
         await asyncio.sleep(STABLE_S)
         if instance.state == "ready":
             self._pause_s = 0.0
@@ -272,7 +271,7 @@ class Deployment:
             _refuse(item, Refusal(503, "The server stopped before the request was computed.", 1))
         for instance in self.instances:
             instance.batch = []
-        await asyncio.gather(*[one.stop() for one in self._started()])
+        await asyncio.gather(*[one.stop() for one in self._processes()])
 
 
 def _refuse(item: Item, refusal: Refusal) -> None:
@@ -282,7 +281,7 @@ def _refuse(item: Item, refusal: Refusal) -> None:
 
 def _split(batch: list[Item], interface: Interface, shapes: list[list[int]], body: memoryview, rows: int) -> list[Answer]:
     """Cut the outputs of a batch into those of its requests."""
-    outputs = cut(body, [math.prod(shape) * form.itemsize for shape, form in zip(shapes, interface.outputs, strict=True)])
+    outputs = unpack(body, [math.prod(shape) * form.itemsize for shape, form in zip(shapes, interface.outputs, strict=True)])
     if len(batch) == 1:
         return [Answer(list(outputs), shapes)]
     answers, start = list[Answer](), 0
@@ -305,9 +304,8 @@ def _cores(number: int, layout: Layout) -> list[int] | None:
 
 
 def cores_of(number: int, instances: int, nodes: Sequence[Sequence[int]]) -> list[int]:
-    """The cores of instance ``number`` of ``instances``: an equal share of the cores of one NUMA node. Instances are dealt to
-    the nodes in turns."""
+    """The cores of instance ``number``: an equal share of the cores of one NUMA node. Nodes are assigned round-robin."""
     node = nodes[number % len(nodes)]
-    beside = len(range(number % len(nodes), instances, len(nodes)))
-    share, place = max(len(node) // beside, 1), number // len(nodes)
-    return [node[(place * share + i) % len(node)] for i in range(share)]
+    on_node = len(range(number % len(nodes), instances, len(nodes)))
+    share, slot = max(len(node) // on_node, 1), number // len(nodes)
+    return [node[(slot * share + i) % len(node)] for i in range(share)]

@@ -1,4 +1,4 @@
-"""Drift in production: errors of the outputs against a reference, and inputs unlike those that the artifact knows."""
+"""Drift in production: output errors against a reference model, and inputs outside of the range of the test vectors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trimtab.measure.quantiles import t_quantile
 from trimtab.serve.protocol import Bytes, TensorFormat
 
 WINDOW = 1000
-"""Comparisons that a mean is taken over: the last ones."""
-LEAST = 10
-"""Comparisons before which there is no alarm."""
+"""Number of latest comparisons that the mean and the alarm are computed from."""
+MIN_COMPARISONS = 10
+"""Comparisons before an error above its tolerance can raise the alarm."""
 LABELS = ("model", "version")
 STATISTICS = ("low", "high", "mean", "std")
 
@@ -43,7 +43,7 @@ class OutputDrift:
         self._recent.append(errors)
 
     def intervals(self) -> dict[str, Interval]:
-        """The mean error of each output with its 95% interval, from two comparisons on."""
+        """Mean error and 95% interval of each output that has at least two comparisons."""
         found = {}
         for index, name in enumerate(self.tolerances):
             errors = [error for one in self._recent if (error := one[index]) is not None]
@@ -58,14 +58,15 @@ class OutputDrift:
         """Whether the interval of an output lies above its tolerance, or one of the last outputs was broken."""
         if any(None in errors for errors in self._recent):
             return True
-        return len(self._recent) >= LEAST and any(one.low > self.tolerances[name] for name, one in self.intervals().items())
+        enough = len(self._recent) >= MIN_COMPARISONS
+        return enough and any(one.low > self.tolerances[name] for name, one in self.intervals().items())
 
     def statistics(self) -> dict[str, Any]:
         """The figures as JSON."""
         intervals = self.intervals()
         errors = [
-            {"output": name, "tolerance": most, **({"mean": one.value, "low": one.low, "high": one.high} if one else {})}
-            for name, most in self.tolerances.items()
+            {"output": name, "tolerance": allowed, **({"mean": one.value, "low": one.low, "high": one.high} if one else {})}
+            for name, allowed in self.tolerances.items()
             for one in [intervals.get(name)]
         ]
         return {"alarm": self.alarm, "up": self.up, "compared": self.counts["compared"], **self.counts, "errors": errors}
@@ -145,8 +146,8 @@ def drift_metrics(found: Iterable[tuple[str, str, OutputDrift | None, InputDrift
             for name, one in outputs.intervals().items():
                 for word, value in (("mean", one.value), ("low", one.low), ("high", one.high)):
                     errors.add_metric([*labels, name, word], value)
-            for name, most in outputs.tolerances.items():
-                tolerance.add_metric([*labels, name], most)
+            for name, allowed in outputs.tolerances.items():
+                tolerance.add_metric([*labels, name], allowed)
             alarm.add_metric(labels, outputs.alarm)
             up.add_metric(labels, outputs.up)
         for index, form in enumerate(() if inputs is None else inputs.formats):

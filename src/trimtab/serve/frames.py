@@ -39,8 +39,8 @@ def aligned(size: int) -> int:
     return size + -size % ALIGN
 
 
-def cut(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """The tensors of ``sizes`` bytes in the body of a frame."""
+def unpack(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """The tensors in the body of a frame: views of ``sizes`` bytes, without padding."""
     found, offset = [], 0
     for size in sizes:
         found.append(body[offset : offset + size])
@@ -49,14 +49,14 @@ def cut(body: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 class Reader:
-    """Cut received bytes into frames."""
+    """Splits received bytes into frames."""
 
     def __init__(self) -> None:
         self._chunks, self._size, self._wanted = list[Bytes](), 0, PREFIX.size
-        """What has arrived of a frame, and bytes from which on there is something to cut."""
+        """Received bytes of the current frame, their size, and the size at which a prefix or a frame is complete."""
 
     def feed(self, chunk: bytes) -> list[tuple[dict[str, Any], memoryview]]:
-        """The frames that are complete with ``chunk``, as (head, body)."""
+        """Add ``chunk``. Returns the frames that are now complete, as (head, body)."""
         self._chunks.append(chunk)
         self._size += len(chunk)
         if self._size < self._wanted:

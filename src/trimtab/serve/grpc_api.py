@@ -189,9 +189,9 @@ class Service:
             timeout = timeout_of({name: _value(value) for name, value in request.parameters.items() if name == "timeout"})
             chosen = [index_of(interface, output.name) for output in request.outputs] or range(len(interface.outputs))
             most = self._repository.options.deadline_s
-            record.enters_queue()
+            record.mark_queued()
             answer = await deployment.submit(call, most if timeout is None else min(timeout, most))
-            record.computed(answer)
+            record.mark_computed(answer)
         except Refusal as refusal:
             deployment.metrics.count_refusal(refusal.status)
             raise

@@ -1,4 +1,4 @@
-"""The front's side of a shadow: which requests are compared with the reference, and the process that does it."""
+"""Shadow mode in the front process: samples requests, and sends them to the process of the reference model."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Shadow:
         self._draw = random.Random()
         self._pending = 0
         self._tasks = set[asyncio.Task[None]]()
-        self._process = self._new()
+        self._process = self._new_process()
 
-    def _new(self) -> Instance:
+    def _new_process(self) -> Instance:
         return Instance(self._settings, lambda *_: None, self._on_close, REFERENCE)
 
     async def start(self) -> None:
@@ -50,12 +50,12 @@ class Shadow:
         found = self._process.description
         self.drift = OutputDrift(found["outputs"], found["tolerances"])
 
-    def drawn(self) -> bool:
-        """Whether the next request is to be compared."""
+    def sampled(self) -> bool:
+        """Whether the next request is compared: a random draw with probability ``share``."""
         return self._draw.random() < self._share
 
     def compare(self, call: Call, answer: Answer) -> None:
-        """Compare a request that was answered, out of band."""
+        """Send an answered request to the reference without waiting. Skipped if :data:`MOST_PENDING` are waiting."""
         if self._pending >= MOST_PENDING or self._process.state != "ready":
             self.drift.counts["skipped"] += 1
             return
@@ -84,7 +84,7 @@ class Shadow:
 
     async def _restart(self) -> None:
         await asyncio.sleep(PAUSE_S)
-        self._process = self._new()
+        self._process = self._new_process()
         try:
             await self._process.start()
         except StartError as error:
@@ -93,7 +93,7 @@ class Shadow:
             self.drift.up = True
 
     async def stop(self) -> None:
-        """End the process. What was not compared is dropped."""
+        """End the process. Pending comparisons are dropped."""
         for task in list(self._tasks):
             task.cancel()
         await self._process.stop()

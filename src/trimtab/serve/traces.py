@@ -1,4 +1,4 @@
-"""What is recorded of a request for the log, and for OpenTelemetry where its SDK is installed and an exporter is configured."""
+"""Records of requests for the log, and spans for OpenTelemetry if its SDK and an exporter are configured."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from trimtab.errors import MissingPackageError
 from trimtab.serve.batcher import Answer
 
-CONFIGURED = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""Environment variables, one of which turns traces on."""
+ENABLING_VARIABLES = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+"""Environment variables. Tracing is on if one of them is set."""
 
 
 @dataclasses.dataclass
@@ -27,12 +27,12 @@ class Record:
     answered: int = 0
     answer: Answer | None = None
 
-    def enters_queue(self) -> None:
-        """The request was read and checked."""
+    def mark_queued(self) -> None:
+        """Record the time at which the checked request enters the queue."""
         self.queued = time.time_ns()
 
-    def computed(self, answer: Answer) -> None:
-        """The request was computed."""
+    def mark_computed(self, answer: Answer) -> None:
+        """Record the time of the answer."""
         self.answered, self.answer = time.time_ns(), answer
 
     def all_facts(self) -> dict[str, Any]:
@@ -63,8 +63,8 @@ class Tracer:
     def add(self, name: str, status: int, record: Record, carrier: Mapping[str, str], attributes: Mapping[str, Any]) -> None:
         """A span for a request that has been answered, below the span that the client's ``carrier`` names.
 
-        Its children are queue, batch and compute. The duration of compute was measured in the instance; its place in the
-        batch was not, and is drawn in the middle.
+        Its children are queue, batch and compute. The instance measures only the duration of compute, so its span is centred
+        within that of the batch.
         """
         found, trace = self._extract(dict(carrier)), self._trace
         facts = {f"trimtab.{name}": value for name, value in record.all_facts().items()}
@@ -88,7 +88,7 @@ class Tracer:
         return span
 
     def close(self) -> None:
-        """Export what is left."""
+        """Export the remaining spans and stop."""
         self._provider.shutdown()
 
 
@@ -99,7 +99,7 @@ def tracer() -> Tracer | None:
         MissingPackageError: the exporter is not installed.
     """
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if disabled or not any(os.environ.get(name) for name in CONFIGURED) or _missing("opentelemetry.sdk"):
+    if disabled or not any(os.environ.get(name) for name in ENABLING_VARIABLES) or _missing("opentelemetry.sdk"):
         return None
     name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     if name == "none":

@@ -28,7 +28,7 @@ from trimtab.hardware import system
 from trimtab.serve.batcher import Answer, Batcher
 from trimtab.serve.connection import StartError
 from trimtab.serve.deployment import Deployment, Layout
-from trimtab.serve.frames import cut
+from trimtab.serve.frames import unpack
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Call, Refusal
 
@@ -251,7 +251,7 @@ def _example(deployment: Deployment) -> Call:
     assert deployment.interface is not None
     shapes, forms = deployment.description["example"]["shapes"], deployment.interface.inputs
     counts = [math.prod(shape) * form.itemsize for shape, form in zip(shapes, forms, strict=True)]
-    tensors = cut(memoryview(deployment.instances[0].example), counts)
+    tensors = unpack(memoryview(deployment.instances[0].example), counts)
     described = zip(forms, shapes, tensors, strict=True)
     return deployment.interface.call({form.name: (form.datatype, shape, tensor) for form, shape, tensor in described})
 

@@ -225,7 +225,7 @@ class Application:
             body = await _body(scope, receive, self._most)
             accepted = self._accept(model, deployment, _header(scope, LENGTH), body, record)
             answer = await accepted.answer
-            record.computed(answer)
+            record.mark_computed(answer)
         except Refusal as refusal:
             deployment.metrics.count_refusal(refusal.status)
             raise
@@ -246,7 +246,7 @@ class Application:
         start, most = time.perf_counter(), self._repository.options.deadline_s
         call, asked = read_request(body, None if length is None else length.decode("latin-1"), deployment.interface)
         if record is not None:
-            record.enters_queue()
+            record.mark_queued()
         answer = deployment.submit(call, most if asked.timeout_s is None else min(asked.timeout_s, most))
         return Accepted(model, deployment, asked, start, answer)
 
