@@ -266,10 +266,10 @@ def test_the_grpc_messages_are_those_of_the_field() -> None:
             known = {(field.name, field.number, field.type) for field in theirs[name].fields}
             assert {(field.name, field.number, field.type) for field in message.DESCRIPTOR.fields} <= known, name
     request = ours["ModelInferRequest"](inputs=[{"name": "x", "datatype": "INT8", "contents": {"int_contents": [1, -2]}}])
-    assert grpc_api._given(request)["x"][2] == b"\x01\xfe"
+    assert grpc_api._read_inputs(request)["x"][2] == b"\x01\xfe"
     request.inputs[0].contents.int_contents.append(200)
     with pytest.raises(Refusal, match="exceeds INT8"):
-        grpc_api._given(request)
+        grpc_api._read_inputs(request)
 
 
 def test_statistics_and_metrics(server: Server, client: tritonclient.http.InferenceServerClient) -> None:

@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from trimtab.errors import UsageError
 from trimtab.serve.http.application import EXTENSIONS, configuration, load, metadata, unload
-from trimtab.serve.protocol import DATATYPES, Refusal, index_of, request_id, timeout_of
+from trimtab.serve.protocol import DATATYPES, Refusal, output_index, request_id, timeout_of
 from trimtab.serve.repository import Repository
 from trimtab.serve.traces import Record, Tracer
 
@@ -66,7 +66,7 @@ class Service:
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._answering(name, method),
+                self._unary_handler(name, method),
                 request_deserializer=self._messages[f"{name}Request"].FromString,
                 response_serializer=self._messages[f"{name}Response"].SerializeToString,
             )
@@ -79,26 +79,26 @@ class Service:
         )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def _answering(self, name: str, method: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _unary_handler(self, name: str, method: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
         kind = self._messages[f"{name}Response"]
 
         async def answer(request: Any, context: Any) -> Any:
-            tag, record = _tag(context), Record()
+            tag, record = _request_id(context), Record()
             try:
                 if name not in ("ServerLive", "ServerReady"):
                     self._authorize(context)
                 found = await (self._infer(request, record) if name == "ModelInfer" else method(request))
             except Refusal as refusal:
-                self._tell(tag, name, context, record, refusal)
+                self._log_and_trace(tag, name, context, record, refusal)
                 await context.abort(CODES.get(refusal.status, grpc.StatusCode.INVALID_ARGUMENT), refusal.sentence)
             if name in LOGGED:
-                self._tell(tag, name, context, record)
+                self._log_and_trace(tag, name, context, record)
             return kind(**found) if isinstance(found, dict) else found
 
         return answer
 
-    def _tell(self, tag: str, name: str, context: Any, record: Record, refusal: Refusal | None = None) -> None:
-        """Log a request, where requests are logged, and trace it, where they are traced."""
+    def _log_and_trace(self, tag: str, name: str, context: Any, record: Record, refusal: Refusal | None = None) -> None:
+        """Log the request if ``--log-requests`` is on, and add a span if tracing is on."""
         status = 200
         if refusal is not None:
             status, record.facts["error"] = refusal.status, refusal.sentence
@@ -107,9 +107,9 @@ class Service:
             self._repository.log("request", request_id=tag, **facts)
         if self._tracer is not None:
             code = CODES.get(status, grpc.StatusCode.OK).value[0]
-            said = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": name, "rpc.grpc.status_code": code}
+            attributes = {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": name, "rpc.grpc.status_code": code}
             carrier = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-            self._tracer.add(f"{SERVICE}/{name}", status, record, carrier, said | {"trimtab.request_id": tag})
+            self._tracer.add(f"{SERVICE}/{name}", status, record, carrier, attributes | {"trimtab.request_id": tag})
 
     def _authorize(self, context: Any) -> None:
         given = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -160,7 +160,7 @@ class Service:
 
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answer the requests of a stream in their order; one that is refused does not end the stream."""
-        kind, tag = self._messages["ModelStreamInferResponse"], _tag(context)
+        kind, tag = self._messages["ModelStreamInferResponse"], _request_id(context)
         try:
             self._authorize(context)
         except Refusal as refusal:
@@ -169,10 +169,10 @@ class Service:
             record = Record()
             try:
                 found = await self._infer(request, record)
-                self._tell(tag, "ModelStreamInfer", context, record)
+                self._log_and_trace(tag, "ModelStreamInfer", context, record)
                 yield kind(infer_response=found)
             except Refusal as refusal:
-                self._tell(tag, "ModelStreamInfer", context, record, refusal)
+                self._log_and_trace(tag, "ModelStreamInfer", context, record, refusal)
                 yield kind(error_message=refusal.sentence, infer_response={"id": request.id})
 
     async def _infer(self, request: Any, record: Record | None = None) -> Any:
@@ -185,9 +185,9 @@ class Service:
         start, record = time.perf_counter(), record or Record()
         record.facts |= {"model": model.name, "version": deployment.metrics.version}
         try:
-            call = interface.call(_given(request))
-            timeout = timeout_of({name: _value(value) for name, value in request.parameters.items() if name == "timeout"})
-            chosen = [index_of(interface, output.name) for output in request.outputs] or range(len(interface.outputs))
+            call = interface.call(_read_inputs(request))
+            timeout = timeout_of({name: _parameter(value) for name, value in request.parameters.items() if name == "timeout"})
+            chosen = [output_index(interface, output.name) for output in request.outputs] or range(len(interface.outputs))
             most = self._repository.options.deadline_s
             record.mark_queued()
             answer = await deployment.submit(call, most if timeout is None else min(timeout, most))
@@ -210,15 +210,15 @@ class Service:
         return found
 
 
-def _tag(context: Any) -> str:
-    """The id of a request, from the client's metadata ``x-request-id`` or new; it is sent back as trailing metadata."""
+def _request_id(context: Any) -> str:
+    """The request id: the client's ``x-request-id`` or a new one. It is returned as trailing metadata."""
     found = dict(context.invocation_metadata() or ()).get("x-request-id")
     tag = request_id(found if isinstance(found, str) else None)
     context.set_trailing_metadata((("x-request-id", tag),))
     return tag
 
 
-def _given(request: Any) -> dict[str, tuple[str, Any, Any]]:
+def _read_inputs(request: Any) -> dict[str, tuple[str, Any, Any]]:
     """The inputs of a request by name: datatype, shape and contents."""
     raw, given = list(request.raw_input_contents), dict[str, tuple[str, Any, Any]]()
     if raw and len(raw) != len(request.inputs):
@@ -248,7 +248,7 @@ def _contents(tensor: Any) -> bytes:
     return values.astype(code).tobytes()
 
 
-def _value(parameter: Any) -> Any:
+def _parameter(parameter: Any) -> Any:
     chosen = parameter.WhichOneof("parameter_choice")
     return None if chosen is None else getattr(parameter, chosen)
 

@@ -28,7 +28,7 @@ HEADER_LENGTH = "inference-header-content-length"
 """HTTP header: bytes of JSON at the start of a body whose tensors follow in binary."""
 MOST_DIMS = 64
 SHORT, LARGEST = 256, float(np.finfo("f4").max)
-"""Most values of a list that is read without numpy, whose calls cost more than they save there; and the largest FP32."""
+"""Longest list that is converted without numpy, whose overhead dominates for short lists; and the largest FP32."""
 _IDS = random.Random()
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -236,8 +236,8 @@ def _to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What a request says besides its tensors."""
+class RequestOptions:
+    """Id, requested outputs and timeout of a request."""
 
     id: str | None
     outputs: tuple[tuple[int, bool], ...]
@@ -250,7 +250,7 @@ def request_id(given: str | None) -> str:
     return given if given is not None and _REQUEST_ID.fullmatch(given) else f"{_IDS.getrandbits(64):016x}"
 
 
-def read_request(body: Bytes, header_length: str | None, interface: Interface) -> tuple[Call, Asked]:
+def read_request(body: Bytes, header_length: str | None, interface: Interface) -> tuple[Call, RequestOptions]:
     """Parse and check the body of an infer request. ``header_length`` is the value of the HTTP header of that name.
 
     Raises:
@@ -268,14 +268,14 @@ def read_request(body: Bytes, header_length: str | None, interface: Interface) -
         raise Refusal(400, f"The body is no JSON: {error}.") from error
     if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
         raise Refusal(400, 'The body has no list "inputs". Give {"inputs": [{"name", "shape", "datatype", "data"}]}.')
-    given, end = _given(request["inputs"], view, cut)
+    given, end = _read_inputs(request["inputs"], view, cut)
     if end != len(view):
         raise Refusal(400, f"The body has {len(view)} bytes, but its inputs account for {end}.")
-    return interface.call(given), _asked(request, interface)
+    return interface.call(given), _read_options(request, interface)
 
 
-def _given(inputs: list[Any], view: memoryview, offset: int) -> tuple[dict[str, tuple[str, Any, Any]], int]:
-    """The inputs by name, and where the last binary tensor ends."""
+def _read_inputs(inputs: list[Any], view: memoryview, offset: int) -> tuple[dict[str, tuple[str, Any, Any]], int]:
+    """The inputs by name, and the offset of the end of the last binary tensor."""
     given = {}
     for item in inputs:
         if not isinstance(item, dict) or not isinstance(name := item.get("name"), str):
@@ -302,7 +302,7 @@ def _parameters(item: Mapping[str, Any], of: str) -> Mapping[str, Any]:
     return found
 
 
-def _asked(request: Mapping[str, Any], interface: Interface) -> Asked:
+def _read_options(request: Mapping[str, Any], interface: Interface) -> RequestOptions:
     parameters = _parameters(request, "the request")
     binary, identity = parameters.get("binary_data_output") is True, request.get("id")
     if identity is not None and not isinstance(identity, str):
@@ -310,20 +310,20 @@ def _asked(request: Mapping[str, Any], interface: Interface) -> Asked:
     outputs = request.get("outputs")
     if not outputs:
         chosen = tuple([(index, binary) for index in range(len(interface.outputs))])
-        return Asked(identity, chosen, timeout_of(parameters))
+        return RequestOptions(identity, chosen, timeout_of(parameters))
     if not isinstance(outputs, list) or not all(isinstance(item, dict) for item in outputs):
         raise Refusal(400, 'The "outputs" are no list of objects. Give [{"name"}].')
     found = list[tuple[int, bool]]()
     for item in outputs:
         own = _parameters(item, str(item.get("name")))
-        found.append((index_of(interface, item.get("name")), own.get("binary_data", binary) is True))
+        found.append((output_index(interface, item.get("name")), own.get("binary_data", binary) is True))
         if own.get("classification"):
             raise Refusal(400, "The classification extension is not supported. Ask for the output itself.")
-    return Asked(identity, tuple(found), timeout_of(parameters))
+    return RequestOptions(identity, tuple(found), timeout_of(parameters))
 
 
-def index_of(interface: Interface, name: Any) -> int:
-    """The place of the output ``name``. Raises ``Refusal`` 400 if there is none."""
+def output_index(interface: Interface, name: Any) -> int:
+    """The index of the output ``name``. Raises ``Refusal`` 400 if there is none."""
     for index, output in enumerate(interface.outputs):
         if output.name == name:
             return index
@@ -343,14 +343,14 @@ def timeout_of(parameters: Mapping[str, Any]) -> float | None:
 
 def write_response(
     head: dict[str, Any],
-    asked: Asked,
+    options: RequestOptions,
     formats: Sequence[TensorFormat],
     tensors: Sequence[Bytes],
     shapes: Sequence[Sequence[int]],
 ) -> tuple[list[Bytes], int | None]:
     """The body of an infer response in parts, and the length of its JSON if binary tensors follow."""
     outputs, parts = list[dict[str, Any]](), list[Bytes]()
-    for index, binary in asked.outputs:
+    for index, binary in options.outputs:
         tensor, form = tensors[index], formats[index]
         output: dict[str, Any] = {"name": form.name, "datatype": form.datatype, "shape": shapes[index]}
         if binary:
@@ -359,7 +359,7 @@ def write_response(
         else:
             output["data"] = values_of(form, tensor)
         outputs.append(output)
-    answer = {**head, "outputs": outputs} if asked.id is None else {**head, "id": asked.id, "outputs": outputs}
+    answer = {**head, "outputs": outputs} if options.id is None else {**head, "id": options.id, "outputs": outputs}
     text = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
     return [text, *parts], len(text) if parts else None
 

@@ -43,7 +43,7 @@ class Replica:
         ``header_length`` is the request's header ``Inference-Header-Content-Length``, for binary tensors.
         """
         try:
-            call, asked = read_request(body, header_length, self._interface)
+            call, options = read_request(body, header_length, self._interface)
             room = bytearray()
             for tensor in call.tensors:
                 room += bytes(tensor) + bytes(aligned(len(tensor)) - len(tensor))
@@ -54,7 +54,7 @@ class Replica:
             return _error(400 if isinstance(error, UsageError) else 500, str(error))
         head = {"model_name": self._name, "model_version": "1"}
         tensors, shapes = [as_bytes(array) for array in outputs], [list(array.shape) for array in outputs]
-        parts, length = write_response(head, asked, self._interface.outputs, tensors, shapes)
+        parts, length = write_response(head, options, self._interface.outputs, tensors, shapes)
         headers = {"content-type": "application/json"}
         if length is not None:
             headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(length)}

@@ -20,7 +20,7 @@ from trimtab.serve.connection import StartError
 from trimtab.serve.deployment import Deployment
 from trimtab.serve.http.openapi import document, page, sign_in
 from trimtab.serve.metrics import MetricsCollector, exposition
-from trimtab.serve.protocol import HEADER_LENGTH, Asked, Bytes, Refusal, read_request, request_id, write_response
+from trimtab.serve.protocol import HEADER_LENGTH, Bytes, Refusal, RequestOptions, read_request, request_id, write_response
 from trimtab.serve.repository import Repository
 from trimtab.serve.traces import Record, Tracer
 
@@ -40,15 +40,15 @@ POLICY = (
 )
 """Header of pages: they load nothing from elsewhere, and no other page frames them."""
 FAILED = "The server failed on this request; its log has the reason."
-SMALL = 1 << 20
+MOST_JSON = 1 << 20
 """Most bytes of a body that holds no tensors."""
-UNUSUAL = frozenset([b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"])
-"""Headers with which an infer request goes through ASGI."""
+ASGI_HEADERS = frozenset([b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"])
+"""Headers that the fast path for infer requests does not handle; such requests go through ASGI."""
 LONGEST_ROUTE = 512
-"""Bytes of a URL beyond which an infer request goes through ASGI; the words of shorter ones are remembered."""
+"""Longest URL in bytes for the fast path of infer requests. The parsed words of shorter URLs are cached."""
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
@@ -96,7 +96,7 @@ class Accepted:
 
     model: str
     deployment: Deployment
-    asked: Asked
+    options: RequestOptions
     start: float
     answer: asyncio.Future[Answer]
 
@@ -108,22 +108,22 @@ class Application:
         self._repository, self._tracer = repository, tracer
         self._collector = MetricsCollector(repository.metrics)
         options = repository.options
-        self._most = int(options.max_body_mb * 1e6)
+        self._most_body = int(options.max_body_mb * 1e6)
         self._token = None if options.token is None else f"Bearer {options.token}".encode()
         self._version = importlib.metadata.version("trimtab")
-        self._records = options.log_requests or tracer is not None
+        self._logs_requests = options.log_requests or tracer is not None
 
     def inference(self, url: bytes, headers: Iterable[Header]) -> Inference | None:
-        """The head of an infer request that :meth:`infer` takes; ``None`` for one that goes through ASGI: it is refused before
-        its body is read, has an unusual header, or is logged or traced."""
+        """The head of an infer request for the fast path, :meth:`infer`. ``None`` for requests that go through ASGI: those that
+        are refused by their head, have one of :data:`ASGI_HEADERS`, or are logged or traced."""
         words = _words_of_inference(url)
-        if words is None or self._records:
+        if words is None or self._logs_requests:
             return None
         found = dict(headers)
         length = found.get(b"content-length")
-        if length is None or int(length) > self._most or not UNUSUAL.isdisjoint(found):
+        if length is None or int(length) > self._most_body or not ASGI_HEADERS.isdisjoint(found):
             return None
-        if self._token is not None and not self._knows_token(found.get(b"authorization")):
+        if self._token is not None and not self._token_matches(found.get(b"authorization")):
             return None
         return Inference(words, found)
 
@@ -138,11 +138,11 @@ class Application:
         def refuse(refusal: Refusal) -> None:
             if deployment is not None:
                 deployment.metrics.count_refusal(refusal.status)
-            reply(_refused(refusal, tag))
+            reply(_refusal_reply(refusal, tag))
 
-        def computed(answer: asyncio.Future[Answer]) -> None:
+        def on_answer(answer: asyncio.Future[Answer]) -> None:
             try:
-                found = _answered(accepted, answer.result(), tag)
+                found = _answer_reply(accepted, answer.result(), tag)
             except Refusal as refusal:
                 refuse(refusal)
             except Exception:
@@ -160,7 +160,7 @@ class Application:
             refuse(Refusal(500, FAILED))
             raise
         else:
-            accepted.answer.add_done_callback(computed)
+            accepted.answer.add_done_callback(on_answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -176,29 +176,29 @@ class Application:
             self._repository.log("request", request_id=request, **facts, **record.all_facts())
         if self._tracer is not None:
             carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            said = {
+            attributes = {
                 "http.request.method": scope["method"],
                 "url.path": scope["path"][:200],
                 "http.response.status_code": status,
             }
-            self._tracer.add(f"HTTP {scope['method']}", status, record, carrier, said | {"trimtab.request_id": request})
+            self._tracer.add(f"HTTP {scope['method']}", status, record, carrier, attributes | {"trimtab.request_id": request})
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send, record: Record, tag: Header) -> int:
-        """Answer a request, with the header ``tag``. Returns the status, and adds to ``record`` what a log and a trace tell."""
+        """Answer a request, with the header ``tag``. Returns the status, and adds facts for log and trace to ``record``."""
         try:
             words = scope["path"].split("/")[1:]
             self._authorize(scope, words)
             if _is_inference(words):
                 reply = await self._infer(words[2:-1], scope, receive, record, tag)
             else:
-                status, body, kind = await self._other(words, scope, receive)
+                status, body, kind = await self._non_inference(words, scope, receive)
                 reply = Reply(status, kind, [tag, POLICY] if kind is HTML else [tag], [body])
         except Refusal as refusal:
-            reply = _refused(refusal, tag)
+            reply = _refusal_reply(refusal, tag)
             if refusal.status == 401 and scope["path"] == "/" and b"text/html" in (_header(scope, b"accept") or b""):
                 reply = dataclasses.replace(reply, kind=HTML, headers=[*reply.headers, POLICY], parts=[sign_in().encode()])
             record.facts["error"] = refusal.sentence
-        except Gone:
+        except ClientDisconnected:
             return 499
         headers = [(b"content-type", reply.kind), (b"content-length", b"%d" % reply.size), *reply.headers]
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
@@ -206,15 +206,15 @@ class Application:
         return reply.status
 
     def _authorize(self, scope: Scope, words: list[str]) -> None:
-        if self._token is None or words[:2] == ["v2", "health"] or self._knows_token(_header(scope, b"authorization")):
+        if self._token is None or words[:2] == ["v2", "health"] or self._token_matches(_header(scope, b"authorization")):
             return
         raise Refusal(401, "This server wants a token. Send the header Authorization: Bearer TOKEN.")
 
-    def _knows_token(self, given: bytes | None) -> bool:
+    def _token_matches(self, given: bytes | None) -> bool:
         return self._token is not None and hmac.compare_digest(given or b"", self._token)
 
     async def _infer(self, words: list[str], scope: Scope, receive: Receive, record: Record, tag: Header) -> Reply:
-        _only(scope, "POST")
+        _check_method(scope, "POST")
         model, deployment = self._route(words)
         record.facts |= {"model": model, "version": deployment.metrics.version}
         try:
@@ -222,14 +222,14 @@ class Application:
                 raise Refusal(
                     400, f"The content encoding {encoding.decode('latin-1')!r:.50} is not supported. Send the body as it is."
                 )
-            body = await _body(scope, receive, self._most)
+            body = await _body(scope, receive, self._most_body)
             accepted = self._accept(model, deployment, _header(scope, LENGTH), body, record)
             answer = await accepted.answer
             record.mark_computed(answer)
         except Refusal as refusal:
             deployment.metrics.count_refusal(refusal.status)
             raise
-        return _answered(accepted, answer, tag)
+        return _answer_reply(accepted, answer, tag)
 
     def _route(self, words: Sequence[str]) -> tuple[str, Deployment]:
         """The name of a model, and its version that gets the next request."""
@@ -244,13 +244,13 @@ class Application:
         """Read an infer request, and queue it. ``length``: bytes of JSON at the start of the body, from the header."""
         assert deployment.interface is not None
         start, most = time.perf_counter(), self._repository.options.deadline_s
-        call, asked = read_request(body, None if length is None else length.decode("latin-1"), deployment.interface)
+        call, options = read_request(body, None if length is None else length.decode("latin-1"), deployment.interface)
         if record is not None:
             record.mark_queued()
-        answer = deployment.submit(call, most if asked.timeout_s is None else min(asked.timeout_s, most))
-        return Accepted(model, deployment, asked, start, answer)
+        answer = deployment.submit(call, most if options.timeout_s is None else min(options.timeout_s, most))
+        return Accepted(model, deployment, options, start, answer)
 
-    async def _other(self, words: list[str], scope: Scope, receive: Receive) -> tuple[int, bytes, bytes]:
+    async def _non_inference(self, words: list[str], scope: Scope, receive: Receive) -> tuple[int, bytes, bytes]:
         """Status, body and content type of every route but infer."""
         if words[:1] == ["v2"]:
             status, answer = await self._protocol(words[1:], scope, receive)
@@ -258,7 +258,7 @@ class Application:
         route = "/".join(words)
         if route not in ("", "metrics", "openapi.json"):
             raise Refusal(404, f"There is no route /{route[:200]}. See /openapi.json.")
-        _only(scope, "GET", "HEAD")
+        _check_method(scope, "GET", "HEAD")
         if route == "metrics":
             return 200, exposition(self._collector), TEXT
         if route == "openapi.json":
@@ -267,10 +267,10 @@ class Application:
 
     async def _protocol(self, words: list[str], scope: Scope, receive: Receive) -> tuple[int, Any]:
         if words[:1] == ["repository"]:
-            _only(scope, "POST")
-            _own_site(scope)
-            return await self._change(words[1:], await _json(scope, receive))
-        _only(scope, "GET", "HEAD")
+            _check_method(scope, "POST")
+            _refuse_cross_site(scope)
+            return await self._repository_call(words[1:], await _json(scope, receive))
+        _check_method(scope, "GET", "HEAD")
         match words:
             case [] | [""]:
                 return 200, {"name": "trimtab", "version": self._version, "extensions": EXTENSIONS}
@@ -302,7 +302,7 @@ class Application:
                 return 200, configuration(self._repository, name, version)
         raise Refusal(404, f"There is no route {'/'.join(words)[:200]!r} of a model. See /openapi.json.")
 
-    async def _change(self, words: list[str], request: dict[str, Any]) -> tuple[int, Any]:
+    async def _repository_call(self, words: list[str], request: dict[str, Any]) -> tuple[int, Any]:
         """Repository index, load and unload."""
         match words:
             case ["index"]:
@@ -380,13 +380,13 @@ def _version_in(words: Sequence[str]) -> str | None:
     return words[1]
 
 
-def _only(scope: Scope, *methods: str) -> None:
+def _check_method(scope: Scope, *methods: str) -> None:
     if scope["method"] not in methods:
         raise WrongMethod(scope["method"], methods)
 
 
-def _own_site(scope: Scope) -> None:
-    """Refuse what a browser sends for a page of another site: such a page could unload models of a local server."""
+def _refuse_cross_site(scope: Scope) -> None:
+    """Refuse cross-site requests: a page of another site could otherwise unload models of a local server (CSRF)."""
     origin = _header(scope, b"origin")
     if origin is not None and origin.rpartition(b"://")[2] != _header(scope, b"host"):
         raise Refusal(
@@ -402,7 +402,7 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 async def _json(scope: Scope, receive: Receive) -> dict[str, Any]:
-    body = await _body(scope, receive, SMALL)
+    body = await _body(scope, receive, MOST_JSON)
     if not body:
         return {}
     try:
@@ -433,22 +433,22 @@ async def _body(scope: Scope, receive: Receive, most: int) -> Bytes:
         if not message.get("more_body"):
             return collected
         message = await receive()
-    raise Gone
+    raise ClientDisconnected
 
 
-def _answered(accepted: Accepted, answer: Answer, tag: Header) -> Reply:
-    """The answer of a model, which is counted."""
-    deployment, asked = accepted.deployment, accepted.asked
+def _answer_reply(accepted: Accepted, answer: Answer, tag: Header) -> Reply:
+    """The reply with the outputs of a model. The answer is counted in the metrics."""
+    deployment, options = accepted.deployment, accepted.options
     assert deployment.interface is not None
     head = {"model_name": accepted.model, "model_version": deployment.metrics.version}
-    parts, json_length = write_response(head, asked, deployment.interface.outputs, answer.tensors, answer.shapes)
+    parts, json_length = write_response(head, options, deployment.interface.outputs, answer.tensors, answer.shapes)
     deployment.metrics.count_answer(time.perf_counter() - accepted.start, answer)
     if json_length is None:
         return Reply(200, JSON, [tag], parts)
     return Reply(200, BINARY, [tag, (LENGTH, b"%d" % json_length)], parts)
 
 
-def _refused(refusal: Refusal, tag: Header) -> Reply:
+def _refusal_reply(refusal: Refusal, tag: Header) -> Reply:
     """The answer to a request that is refused."""
     headers = [tag]
     if refusal.retry_after is not None:

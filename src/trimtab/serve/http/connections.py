@@ -1,4 +1,4 @@
-"""HTTP connections with limits: a client that is slow to send or to read, or that opens many, takes nothing from the others.
+"""HTTP connections with timeouts and a limit on their number, so that one slow client cannot block the others.
 
 Infer requests do not go through ASGI: a connection hands a request over when its body has arrived, and writes the answer in one
 call. No task, no coroutine and no second buffer is made for it, which halves the CPU time that a small request takes.
@@ -63,7 +63,7 @@ class JoinedWrites:
 
 
 class Exchange(RequestResponseCycle):
-    """An infer request beside ASGI, and its answer. It stands where uvicorn keeps the request of a connection."""
+    """An infer request on the fast path without ASGI, and its answer. It takes the place of uvicorn's request cycle."""
 
     message_event = asyncio.Event()
     """uvicorn sets it; nothing waits for it."""
@@ -83,7 +83,7 @@ class Exchange(RequestResponseCycle):
         self.more_body = False
         chunks = self._chunks
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        # outside of the parser's call, which would take an error for one of the client
+        # after the parser returns: it would report an error in here as a bad request
         self._connection.loop.call_soon(self._application.infer, self._inference, body, self.reply)
 
     def reply(self, reply: Reply) -> None:
@@ -101,7 +101,7 @@ class Exchange(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 connection, with limits in time and number. It answers what is no HTTP with a sentence in JSON."""
+    """HTTP/1.1 connection of uvicorn with timeouts and a limit on connections. Errors are sentences in JSON."""
 
     most: int | None = None
     """Most connections of the server; ``None``: any number."""
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
-        """Time of the last answer beside ASGI. One timer looks at it, so that none is made and cancelled for each request."""
+        """Time of the last answer of the fast path. One timer per connection checks it, instead of a timer per request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
@@ -123,13 +123,13 @@ class Connection(HttpToolsProtocol):
         self.direct = transport
         super().connection_made(cast(asyncio.Transport, JoinedWrites(transport)))
         if self.most is not None and len(self.connections) > self.most:
-            self._end(503, f"The server has {self.most} connections and takes no further ones. Try again later.")
+            self._send_error(503, f"The server has {self.most} connections and takes no further ones. Try again later.")
         else:
-            self._request_timer = self.loop.call_later(REQUEST_S, self._late)
+            self._request_timer = self.loop.call_later(REQUEST_S, self._on_request_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
-        self._stop_waiting()
+        self._cancel_request_timer()
         for timer in (self._read_timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()
@@ -139,18 +139,18 @@ class Connection(HttpToolsProtocol):
         """Hand the bytes to the parser."""
         super().data_received(data)
         if not self._arriving:
-            self._stop_waiting()
+            self._cancel_request_timer()
         elif self._request_timer is None:
-            self._request_timer = self.loop.call_later(REQUEST_S, self._late)
+            self._request_timer = self.loop.call_later(REQUEST_S, self._on_request_timeout)
 
     def on_message_begin(self) -> None:
         """A request begins."""
         self._arriving = True
-        self._stop_waiting()
+        self._cancel_request_timer()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head of a request has arrived: one to infer goes around ASGI, unless something about it is unusual."""
+        """Choose the fast path for an ordinary infer request, and ASGI for all other requests."""
         cycle = self.cycle
         if (
             self._application is not None
@@ -186,23 +186,23 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def on_exchange_complete(self) -> None:
-        """An infer request has been answered beside ASGI."""
+        """Continue after an answer of the fast path."""
         if self.pipeline:
             super().on_response_complete()
             return
         self.server_state.total_requests += 1
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_whether_idle)
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
 
-    def _look_whether_idle(self) -> None:
-        """Close a connection on which nothing was asked for a long time."""
+    def _close_if_idle(self) -> None:
+        """Close a connection that had no request for ``timeout_keep_alive`` seconds."""
         self._idle_timer = None
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if self._arriving or not self.cycle.response_complete or self.timeout_keep_alive_task is not None:
             return  # in use; the end of the response starts a timer
         if left > 0:
-            self._idle_timer = self.loop.call_later(left, self._look_whether_idle)
+            self._idle_timer = self.loop.call_later(left, self._close_if_idle)
         else:
             self.transport.close()
 
@@ -226,26 +226,26 @@ class Connection(HttpToolsProtocol):
             super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP request."""
-        self._end(400, msg)
+        """Answer 400 to bytes that are not an HTTP request."""
+        self._send_error(400, msg)
 
-    def _stop_waiting(self) -> None:
+    def _cancel_request_timer(self) -> None:
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
 
-    def _late(self) -> None:
-        """The request did not arrive in time."""
+    def _on_request_timeout(self) -> None:
+        """Answer 408, or close an idle connection, if no complete request arrived within :data:`REQUEST_S`."""
         self._request_timer, cycle = None, self.cycle
         if self.pipeline or (cycle is not None and not cycle.response_complete and not cycle.more_body):
-            self._request_timer = self.loop.call_later(REQUEST_S, self._late)  # an earlier request is still being answered
+            self._request_timer = self.loop.call_later(REQUEST_S, self._on_request_timeout)  # an earlier one is being answered
         elif self._arriving and (cycle is None or not cycle.response_started or cycle.response_complete):
-            self._end(408, f"The request did not arrive within {REQUEST_S:g} s.")
+            self._send_error(408, f"The request did not arrive within {REQUEST_S:g} s.")
         else:
             self.transport.close()
 
-    def _end(self, status: int, sentence: str) -> None:
-        """Answer with an error beside the application, and close."""
+    def _send_error(self, status: int, sentence: str) -> None:
+        """Write an error response without the application, and close the connection."""
         body = orjson.dumps({"error": sentence})
         head = [STATUS_LINE[status], b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)]
         head += [b"retry-after: 1\r\n"] if status == 503 else []

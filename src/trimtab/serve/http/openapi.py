@@ -25,7 +25,7 @@ REASONS = {
     503: "The queue is full, the model is being loaded, or the server is stopping.",
     504: "The deadline passed in the queue; the request was not begun.",
 }
-READ = {
+GET_ROUTES = {
     "/v2": "Name, version and extensions of the server",
     "/v2/health/live": "Whether the server runs",
     "/v2/health/ready": "Whether every model can be called",
@@ -34,17 +34,17 @@ READ = {
     "/metrics": "Prometheus metrics",
     "/openapi.json": "This document",
 }
-OF_MODEL = {"": "Inputs and outputs", "/ready": "Whether it can be called", "/stats": "Statistics", "/config": "Configuration"}
+PER_MODEL = {"": "Inputs and outputs", "/ready": "Whether it can be called", "/stats": "Statistics", "/config": "Configuration"}
 
 
 def document(repository: Repository) -> dict[str, Any]:
     """The OpenAPI document, with the routes of each model by name and its inputs as schemas."""
-    paths: dict[str, Any] = {path: {"get": _operation(text)} for path, text in READ.items()}
+    paths: dict[str, Any] = {path: {"get": _operation(text)} for path, text in GET_ROUTES.items()}
     paths["/v2/health/ready"]["get"]["responses"]["503"] = _json("A model cannot be called yet.")
     for model in repository.models.values():
         infer = _infer(model.active)
         for base, extra in ((f"/v2/models/{model.name}", []), (f"/v2/models/{model.name}/versions/{{version}}", [VERSION])):
-            for path, text in OF_MODEL.items():
+            for path, text in PER_MODEL.items():
                 paths[f"{base}{path}"] = {"get": _operation(text, 404, 503), "parameters": extra}
             paths[f"{base}/infer"] = {"post": infer, "parameters": extra}
         for word in ("load", "unload"):
@@ -75,7 +75,7 @@ MOST_EXAMPLE = 20_000
 
 def _operation(summary: str, *statuses: int) -> dict[str, Any]:
     refusals = {str(status): _json(REASONS[status]) for status in (*statuses, 401)}
-    answer = {"text/plain": {"schema": {"type": "string"}}} if summary == READ["/metrics"] else _json("")["content"]
+    answer = {"text/plain": {"schema": {"type": "string"}}} if summary == GET_ROUTES["/metrics"] else _json("")["content"]
     return {"summary": summary, "responses": {"200": {"description": "The answer", "content": answer}, **refusals}}
 
 
@@ -137,7 +137,7 @@ def _template(name: str) -> jinja2.Template:
 
 def page(repository: Repository) -> str:
     """The page: each model's card, a form to try it, and live figures. It loads nothing from elsewhere."""
-    return _template("page.jinja").render(models=[_shown(model) for model in repository.models.values()])
+    return _template("page.jinja").render(models=[_page_model(model) for model in repository.models.values()])
 
 
 def sign_in() -> str:
@@ -145,7 +145,7 @@ def sign_in() -> str:
     return _template("sign_in.jinja").render()
 
 
-def _shown(model: Model) -> dict[str, Any]:
+def _page_model(model: Model) -> dict[str, Any]:
     found: dict[str, Any] = {"name": model.name, "state": model.state, "version": model.version, "reason": model.reason}
     if (active := model.active) is None:
         return found
