@@ -32,7 +32,7 @@ from trimtab._internal.serialization import write_json
 from trimtab._internal.units import seconds
 from trimtab.hardware.environment import Environment
 from trimtab.measure.host import other_load
-from trimtab.serve.load_test import STOOD_S, load_test
+from trimtab.serve.load_test import STALL_S, load_test
 
 SHARE, STRETCH_S, P99_S, GROWTH = 0.7, 15.0, 0.05, 0.02
 """Share of the capacity that is offered, seconds of a stretch, p99 of the capacity, and largest growth of the memory."""
@@ -47,7 +47,7 @@ def memory_growth(rows: Sequence[Mapping[str, float]], whole: float) -> float:
     """The slope of a line through the memory after the first fifth of the time, times the time ``whole``, as a share of the
     memory; the line has a step where the machine stood still. Not a number if too few other stretches are left for a slope."""
     settled = [row for row in rows if row["s"] >= whole / 5] if len(rows) > 4 else rows
-    steps = [[float(row["s"] >= stood["s"]) for row in settled] for stood in settled[1:] if stood["latest_s"] >= STOOD_S]
+    steps = [[float(row["s"] >= stood["s"]) for row in settled] for stood in settled[1:] if stood["latest_s"] >= STALL_S]
     columns = [[row["s"] for row in settled], [1.0] * len(settled), *steps]
     if len(settled) < len(columns) + bool(steps):
         return float("nan")
@@ -86,11 +86,11 @@ def main() -> int:
                 found = load_test(address, rate=rate, seconds=min(STRETCH_S, max(whole - now, 1.0)))
                 assert found is not None
                 row = {"s": time.monotonic() - start, "mb": memory_mb(process), "sent": found.sent, "ok": found.ok}
-                row |= {"latest_s": found.latest_s, "refused": found.errors.get("503", 0) * (found.latest_s >= STOOD_S)}
+                row |= {"latest_s": found.latest_s, "refused": found.errors.get("503", 0) * (found.latest_s >= STALL_S)}
                 rows.append(row | {"p50_ms": found.quantiles[0].ms, "p99_ms": found.quantiles[1].ms})
                 line = "  {s:6.0f} s  {mb:7.1f} MB  {ok:,.0f} of {sent:,.0f}  p50 {p50_ms:.2f} ms  p99 {p99_ms:.2f} ms"
                 print(line.format(**rows[-1]), flush=True)
-    stood, refused = [row for row in rows if row["latest_s"] >= STOOD_S], sum(row["refused"] for row in rows)
+    stood, refused = [row for row in rows if row["latest_s"] >= STALL_S], sum(row["refused"] for row in rows)
     growth, failed = memory_growth(rows, whole), sum(row["sent"] - row["ok"] for row in rows) - refused
     print(f"memory grew by {growth:.2%} (at most {GROWTH:.0%}); {failed:.0f} of {sum(row['sent'] for row in rows):,.0f} failed")
     if stood:

@@ -17,7 +17,7 @@ from _serving import Server
 
 from trimtab.errors import UsageError
 from trimtab.serve.load_comparison import ROUNDS, compare_servers
-from trimtab.serve.load_test import Load, Target, offered
+from trimtab.serve.load_test import Load, Target, offer_load
 from trimtab.serve.own_server import address_of
 
 
@@ -49,7 +49,7 @@ def test_two_servers_are_compared_in_turns(net: pathlib.Path, tmp_path: pathlib.
     ):
         urls = [f"http://127.0.0.1:{server.port}" for server in (one, other)]
         told = list[tuple[str, Load]]()
-        found = compare_servers(*urls, rate=40, seconds=3.0, told=lambda *facts: told.append(facts))
+        found = compare_servers(*urls, rate=40, seconds=3.0, on_load=lambda *facts: told.append(facts))
         assert [url for url, _ in told[:4]] == [urls[0], urls[1], urls[1], urls[0]]
         assert len(told) == 2 * ROUNDS
         assert 1 < found.p50.low < found.p50.value < found.p50.high  # one of them waits for fuller batches
@@ -67,7 +67,7 @@ def test_a_client_that_stood_still_says_so() -> None:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             asyncio.get_running_loop().call_later(0.1, time.sleep, pause_s)
-            load = await offered(Target("127.0.0.1", port, b"GET /\n"), rate=200.0, seconds=2.0)
+            load = await offer_load(Target("127.0.0.1", port, b"GET /\n"), rate=200.0, seconds=2.0)
             await asyncio.sleep(0.1)  # until the server has seen that the connections are closed
             return load
 

@@ -351,10 +351,10 @@ def test_a_load_test_reports_latency_and_errors(server: Server) -> None:
     assert bad is not None
     assert (bad.ok, set(bad.errors)) == (0, {"400"})
     told = list[Load]()
-    best = load_test(url, p99_s=5.0, seconds=0.2, told=told.append)
+    best = load_test(url, p99_s=5.0, seconds=0.2, on_load=told.append)
     assert best == max((one for one in told if one.keeps(5.0)), key=lambda one: one.rate, default=None)
     told.clear()
-    best = load_test(url, p99_s=1e-6, seconds=0.3, told=told.append)
+    best = load_test(url, p99_s=1e-6, seconds=0.3, on_load=told.append)
     assert (best, len(told)) == (None, 1)
     with pytest.raises(UsageError, match="No server answers at http://127.0.0.1:1"):
         load_test("http://127.0.0.1:1", rate=1)

@@ -82,7 +82,7 @@ def load_test_command(
         return 0
     with address_of(target, trust=trust) as url:
         found = late("serve.load_test").load_test(
-            url, p99_s=limit, told=lambda load: None if json else typer.echo(load), **asked
+            url, p99_s=limit, on_load=lambda load: None if json else typer.echo(load), **asked
         )
     if json:
         typer.echo(dumps(found))

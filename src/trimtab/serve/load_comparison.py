@@ -1,4 +1,4 @@
-"""Two servers under the same load, in turns."""
+"""Compare two servers under equal open-loop load, measured alternately."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from trimtab.core.measurement import Interval
 from trimtab.errors import MeasurementError
 from trimtab.measure.quantiles import t_quantile
-from trimtab.serve.load_test import ANYONE, Access, Load, offered, target_of
+from trimtab.serve.load_test import NO_CREDENTIALS, Access, Load, make_target, offer_load
 
 ROUNDS = 10
-"""Periods of each server. Both are measured in each round, in turns first, so that a disturbance of the machine meets both."""
+"""Periods of each server. Each round measures both in alternating order, so that a disturbance affects both equally."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ def compare_servers(
     seconds: float = 10.0,
     rows: int = 1,
     body: bytes | None = None,
-    access: Access = ANYONE,
-    told: Callable[[str, Load], None] = lambda url, load: None,
+    access: Access = NO_CREDENTIALS,
+    on_load: Callable[[str, Load], None] = lambda url, load: None,
 ) -> LoadComparison:
     """Offer ``rate`` requests per second to one server at a time, in turns, for ``seconds`` in all to each.
 
@@ -64,12 +64,12 @@ def compare_servers(
 
     async def main() -> list[list[Load]]:
         urls = (first, second)
-        targets = [await target_of(url, model, rows, body, access) for url in urls]
+        targets = [await make_target(url, model, rows, body, access) for url in urls]
         loads: list[list[Load]] = [[], []]
         for number in range(ROUNDS):
             for side in (0, 1) if number % 2 == 0 else (1, 0):
-                loads[side].append(await offered(targets[side], rate, seconds / ROUNDS, seed=number))
-                told(urls[side], loads[side][-1])
+                loads[side].append(await offer_load(targets[side], rate, seconds / ROUNDS, seed=number))
+                on_load(urls[side], loads[side][-1])
         return loads
 
     loads = asyncio.run(main())

@@ -29,9 +29,9 @@ QUANTILES = (0.5, 0.99, 0.999)
 MOST_CONNECTIONS = 1000
 TIMEOUT_S = 30.0
 """Seconds after which a request counts as an error."""
-LATE_SHARE, STOOD_S = 0.2, 0.25
-"""If arrivals were sent this share of the median latency too late at their median, the client was the bottleneck. If one was
-sent so many seconds too late by a client that kept the rate, it or the whole machine stood still, as virtual machines do."""
+LATE_SHARE, STALL_S = 0.2, 0.25
+"""The client is the bottleneck (``late``) if the median delay of sending exceeds this share of the median latency. Otherwise a
+delay of ``STALL_S`` seconds means that the client or the whole machine stood still, as virtual machines do."""
 FIRST_RATE, STEPS = 20.0, 5
 
 
@@ -52,7 +52,7 @@ class Quantile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one rate of arrivals gave."""
+    """The result of one rate of arrivals: latencies, errors and goodput."""
 
     rate: float
     """Arrivals per second."""
@@ -68,7 +68,7 @@ class Load:
     late: bool
     """Whether the client itself could not keep the rate."""
     latest_s: float
-    """The maximum delay with which an arrival was sent. Unless :attr:`late`, the client or the machine stood still so long."""
+    """Longest delay between an arrival and its sending. Unless :attr:`late`, the client or the machine stood still so long."""
 
     def __str__(self) -> str:
         errors = ", ".join(f"{count} x {kind}" for kind, count in self.errors.items()) or "none"
@@ -76,7 +76,7 @@ class Load:
         text = f"{self.rate:,.4g}/s: {shown}; goodput {self.goodput:,.4g}/s; errors: {errors}"
         if self.late:
             return f"{text}; the client could not keep this rate"
-        return f"{text}; the client stood still for {self.latest_s:.2f} s" if self.latest_s >= STOOD_S else text
+        return f"{text}; the client stood still for {self.latest_s:.2f} s" if self.latest_s >= STALL_S else text
 
     def keeps(self, limit_s: float) -> bool:
         """Whether all were answered and the p99 is within ``limit_s``."""
@@ -85,7 +85,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """The token that a server wants, and the certificates by which it is known."""
+    """Credentials for a server: its token, and the certificates that are trusted."""
 
     token: str | None = None
     ca: pathlib.Path | None = None
@@ -97,19 +97,19 @@ class Access:
         return "" if self.token is None else f"Authorization: Bearer {self.token}\r\n"
 
     def tls(self) -> ssl.SSLContext:
-        """How connections are encrypted. Raises ``UsageError`` if the certificates cannot be read."""
+        """The TLS settings of connections. Raises ``UsageError`` if the certificates cannot be read."""
         try:
             return ssl.create_default_context(cafile=self.ca)
         except OSError as error:
             raise UsageError(f"--ca: {str(self.ca)!r} cannot be read as certificates: {error}. Give a PEM file.") from error
 
 
-ANYONE = Access()
+NO_CREDENTIALS = Access()
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where requests go: host, port, the bytes of one HTTP request, and how a connection is encrypted."""
+    """Host and port of a server, the bytes of one HTTP request, and the TLS settings."""
 
     host: str
     port: int
@@ -145,7 +145,7 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return status, await reader.readexactly(length)
 
 
-async def target_of(url: str, model: str | None, rows: int, body: bytes | None, access: Access) -> Target:
+async def make_target(url: str, model: str | None, rows: int, body: bytes | None, access: Access) -> Target:
     """Read a server's metadata and make a request for it: ``body`` (JSON), or random values in binary.
 
     Raises:
@@ -195,14 +195,14 @@ def _random(inputs: Sequence[dict[str, Any]], rows: int) -> tuple[bytes, bytes]:
 
 
 class Client:
-    """Sends requests over as many connections as are needed at once, and keeps them open."""
+    """A pool of keep-alive connections, which grows with the number of concurrent requests."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._limit = asyncio.Semaphore(MOST_CONNECTIONS)
 
-    async def ask(self) -> int:
+    async def send(self) -> int:
         """Send one request; the status of its answer. Raises ``OSError`` and ``asyncio.IncompleteReadError``."""
         async with self._limit:
             pair = self._free.pop() if self._free else await self._target.connect()
@@ -221,7 +221,7 @@ class Client:
             writer.close()
 
 
-async def offered(target: Target, rate: float, seconds: float, limit_s: float | None = None, seed: int = 0) -> Load:
+async def offer_load(target: Target, rate: float, seconds: float, limit_s: float | None = None, seed: int = 0) -> Load:
     """Offer ``rate`` arrivals per second for ``seconds``, then wait for the answers."""
     client, draw, loop = Client(target), random.Random(seed), asyncio.get_running_loop()
     latencies, lags, errors = list[float](), list[float](), collections.Counter[str]()
@@ -229,7 +229,7 @@ async def offered(target: Target, rate: float, seconds: float, limit_s: float | 
     async def one(arrival: float) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                status = await client.ask()
+                status = await client.send()
         except TimeoutError:
             errors["timeout"] += 1
         except (OSError, asyncio.IncompleteReadError) as error:
@@ -281,16 +281,16 @@ def _quantile(ordered: Sequence[float], q: float) -> Quantile:
     return Quantile(q=q, ms=ordered[min(int(n * q), n - 1)] * 1e3, low=ordered[low] * 1e3, high=bound)
 
 
-async def found(target: Target, limit_s: float, seconds: float, told: Callable[[Load], None]) -> Load | None:
-    """The highest rate whose p99 is within ``limit_s`` without errors: doubled until it is not, then bisected.
+async def find_rate(target: Target, limit_s: float, seconds: float, on_load: Callable[[Load], None]) -> Load | None:
+    """The highest rate without errors whose p99 is within ``limit_s``: doubled until it fails, then bisected.
 
-    ``told`` gets every rate that was tried. ``None`` if even the first rate does not keep the limit.
+    ``on_load`` gets the result of every rate. Returns ``None`` if the first rate already exceeds the limit.
     """
     rate, best, over = FIRST_RATE, None, math.inf
     steps = 0
     while steps < STEPS:
-        tried = await offered(target, rate, seconds, limit_s)
-        told(tried)
+        tried = await offer_load(target, rate, seconds, limit_s)
+        on_load(tried)
         if tried.keeps(limit_s):
             best = tried
         else:
@@ -311,21 +311,21 @@ def load_test(
     seconds: float = 10.0,
     rows: int = 1,
     body: bytes | None = None,
-    access: Access = ANYONE,
-    told: Callable[[Load], None] = lambda load: None,
+    access: Access = NO_CREDENTIALS,
+    on_load: Callable[[Load], None] = lambda load: None,
 ) -> Load | None:
-    """Offer ``rate`` requests per second to the server at ``url``, or without it find the highest rate that keeps ``p99_s``.
+    """Offer ``rate`` requests per second to the server at ``url``. Without a rate, find the highest one that keeps ``p99_s``.
 
     Raises:
         UsageError: nothing answers at ``url``, or the model must be named.
     """
 
     async def main() -> Load | None:
-        target = await target_of(url, model, rows, body, access)
+        target = await make_target(url, model, rows, body, access)
         if rate is not None:
-            done = await offered(target, rate, seconds, p99_s)
-            told(done)
+            done = await offer_load(target, rate, seconds, p99_s)
+            on_load(done)
             return done
-        return await found(target, p99_s or 0.02, seconds, told)
+        return await find_rate(target, p99_s or 0.02, seconds, on_load)
 
     return asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A server for one artifact, for as long as it is measured."""
+"""Start a server for one artifact while it is measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END_S = 30.0
 
 @contextlib.contextmanager
 def address_of(target: str, *, trust: bool = False) -> Iterator[str]:
-    """The address of a server: ``target`` itself, or, if that is a folder, of a server that serves it on a free port meanwhile.
+    """The address of a server: ``target`` if it is a URL; for a folder, a server on a free port that ends with the context.
 
     Raises:
         UsageError: the artifact cannot be served; the server has said why on standard error.
@@ -37,7 +37,7 @@ def address_of(target: str, *, trust: bool = False) -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        yield _ready(process, target)
+        yield _wait_until_ready(process, target)
     finally:
         process.terminate()
         try:
@@ -50,7 +50,7 @@ def address_of(target: str, *, trust: bool = False) -> Iterator[str]:
                 stream.close()
 
 
-def _ready(process: subprocess.Popen[str], target: str) -> str:
+def _wait_until_ready(process: subprocess.Popen[str], target: str) -> str:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(READY):
