@@ -22,7 +22,7 @@ from trimtab.serve.deployment import Deployment, Layout, cores_of
 from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Call, Refusal
-from trimtab.serve.tuning import Point, Tuning, choice, tuned
+from trimtab.serve.tuning import Point, Tuning, choose, tune_layout
 
 HERE = pathlib.Path(__file__).parent
 
@@ -206,7 +206,7 @@ def measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, path: str 
         metrics = ModelMetrics("net", "measured")
         return Deployment(pathlib.Path(path), dataclasses.replace(layout, rows=1), metrics, lambda *_, **__: None)
 
-    return asyncio.run(tuned(pathlib.Path(path), given, make, lambda *_, **__: None))
+    return asyncio.run(tune_layout(pathlib.Path(path), given, make, lambda *_, **__: None))
 
 
 def test_the_best_layout_and_the_smallest_good_batch_are_found_and_remembered(
@@ -260,8 +260,10 @@ def test_instances_are_pinned_if_they_are_faster_than_before_and_after(
 
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     monkeypatch.setattr("trimtab.hardware.system.usable_cores", lambda: 2)
-    monkeypatch.setattr("trimtab.serve.tuning._measured", stored)
-    found = asyncio.run(tuned(tmp_path, Options(models={}), lambda layout: pytest.fail("none is made"), lambda *_, **__: None))
+    monkeypatch.setattr("trimtab.serve.tuning._measure_layout", stored)
+    found = asyncio.run(
+        tune_layout(tmp_path, Options(models={}), lambda layout: pytest.fail("none is made"), lambda *_, **__: None)
+    )
     assert found.layout == Layout(instances=2, threads=1, rows=8, pinned=pinned)
     assert ("2 x 1 threads, pinned   8: " in "\n".join(found.lines())) is ("pinned" in rates)
 
@@ -290,7 +292,7 @@ def test_a_p99_leaves_room_for_two_batches() -> None:
         Point(instances=1, threads=1, rows=n, rows_per_s=rate, batch_s=n / rate, dispatch_s=0.0)
         for n, rate in ((1, 100), (8, 400), (64, 800))
     ]
-    assert choice(curve, None).rows == 64
-    assert choice(curve, 0.05).rows == 8
-    assert choice(curve, 0.001).rows == 1
-    assert choice(curve, None, "latency").rows == 8  # a batch of 8 takes twice as long as one row
+    assert choose(curve, None).rows == 64
+    assert choose(curve, 0.05).rows == 8
+    assert choose(curve, 0.001).rows == 1
+    assert choose(curve, None, "latency").rows == 8  # a batch of 8 takes twice as long as one row

@@ -19,7 +19,7 @@ END_S = 30.0
 
 @contextlib.contextmanager
 def address_of(target: str, *, trust: bool = False) -> Iterator[str]:
-    """The address of a server: ``target`` if it is a URL; for a folder, a server on a free port that ends with the context.
+    """The address of a server: ``target`` itself, unless it is a folder; then a server on a free port, until the context ends.
 
     Raises:
         UsageError: the artifact cannot be served; the server has said why on standard error.

@@ -15,7 +15,7 @@ from trimtab.serve.metrics import ModelMetrics
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Refusal
 from trimtab.serve.shadow import Shadow
-from trimtab.serve.tuning import Tuning, tuned
+from trimtab.serve.tuning import Tuning, tune_layout
 
 Log = Callable[..., None]
 
@@ -115,7 +115,7 @@ class Model:
         options = self._options
         if options.instances is not None and options.threads is not None and options.batch is not None:
             return Layout(options.instances, options.threads, options.batch)
-        self.tuning = await tuned(self.path, options, self._to_measure, self._log)
+        self.tuning = await tune_layout(self.path, options, self._make_for_tuning, self._log)
         return self.tuning.layout
 
     def _shadow(self) -> Shadow | None:
@@ -124,7 +124,7 @@ class Model:
             return None
         return Shadow(self.path, options.shadow_from.get(self.name), options.shadow, trust=options.trust, log=self._log)
 
-    def _to_measure(self, layout: Layout) -> Deployment:
+    def _make_for_tuning(self, layout: Layout) -> Deployment:
         metrics, trust = ModelMetrics(self.name, "measured"), self._options.trust
         return Deployment(self.path, dataclasses.replace(layout, rows=1), metrics, self._log, trust=trust)
 

@@ -1,8 +1,8 @@
-"""Find instances, threads and batch size of a model by measurement when a server starts, and remember them.
+"""Find the number of instances, threads and batch size of a model by measurement when a server starts, and cache the result.
 
-Each layout runs as a :class:`~trimtab.serve.deployment.Deployment`, under requests of one row that fill the next batch of every
-instance. So rows per second hold all that the server itself pays for a batch: queue, frames, sockets, copies and splitting. A
-large batch spreads that over more requests, which decides the batch size of a small model.
+Each layout runs as a :class:`~trimtab.serve.deployment.Deployment`. One-row requests always fill the next batch of every
+instance, so rows per second include the cost of queue, frames, sockets, copies and splitting. A large batch spreads this cost
+over more requests, which decides the batch size of a small model.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from trimtab.serve.frames import unpack
 from trimtab.serve.options import Options
 from trimtab.serve.protocol import Call, Refusal
 
-Make = Callable[[Layout], Deployment]
-"""Makes a version of the model to measure, which is not started yet."""
+MakeDeployment = Callable[[Layout], Deployment]
+"""Makes a deployment to measure, which is not started yet."""
 BUDGET_S = 30.0
-"""Most seconds for all measurements of a model."""
+"""Time limit in seconds for all measurements of a model."""
 SAMPLE_S, LEAST_BATCHES, PASSES = 0.1, 2, 3
-"""Least seconds of a measurement, least batches of each instance in it, and measurements of each batch size, the best of which
-counts: what disturbs a measurement makes it slower."""
+"""Least seconds and batches per instance of a measurement, and measurements of each batch size. The best one counts, because
+disturbances only make a measurement slower."""
 MOST_ROWS = 256
-GAIN, WORSE = 1.03, 0.9
-"""A larger batch must give this many times the rows per second; the sweep ends below the second factor of the best."""
+GAIN, STOP_BELOW = 1.03, 0.9
+"""A larger batch must increase rows per second by ``GAIN``. The sweep ends at ``STOP_BELOW`` times the best rows per second."""
 PINNED_GAIN = 1.05
 """Pinned instances must give this many times the rows per second of the same instances measured before and after them."""
 SLOWEST_S = 0.25
-"""Longest time of one batch without a stated p99: a request waits for up to one batch before its own."""
+"""Longest time of one batch if no p99 is given. A request waits for up to one batch before its own."""
 DEFAULT_ROWS = 16
-LONGER = 2.0
-"""For the objective latency, a batch takes at most this many times as long as one row: a request may wait for one."""
-PATIENCE_S = 60.0
-"""Seconds after which a request of the measurement is given up."""
+LATENCY_FACTOR = 2.0
+"""Objective latency: longest time of a batch, as a multiple of the time of one row. A request may wait for one batch."""
+REQUEST_TIMEOUT_S = 60.0
+"""Timeout of a request of the measurement, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ class Point:
 
     @property
     def kind(self) -> tuple[int, int | None, bool]:
-        """What it shares with the other batch sizes of its layout."""
+        """The layout without the batch size: instances, threads, pinned."""
         return self.instances, self.threads, self.pinned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What was measured and chosen."""
+    """All measured points, and the chosen one."""
 
     chosen: Point
     curve: tuple[Point, ...]
@@ -131,12 +131,12 @@ def sizes(options: Options, dims: Mapping[str, Sequence[Any]], batch: str | None
 
 
 def can_be_pinned(instances: int, threads: int | None, cores: int) -> bool:
-    """Whether each of several instances can have cores of its own."""
+    """Whether there are several instances, and cores enough for each to have its own."""
     return instances > 1 and instances * (threads or cores) <= cores
 
 
-async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[..., None]) -> Tuning:
-    """Measure, or read what was measured at an earlier start of the same artifact, options and machine.
+async def tune_layout(path: pathlib.Path, options: Options, make: MakeDeployment, log: Callable[..., None]) -> Tuning:
+    """Measure the layouts and choose one, or read the cached result for this artifact, these options and this machine.
 
     Raises:
         StartError: the artifact cannot be served, or no layout fits into the memory.
@@ -154,19 +154,19 @@ async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[
         if curve and time.monotonic() - start > BUDGET_S / 2:
             break
         share = start + BUDGET_S * number / (len(asked) + 1)
-        curve += await _measured(layout, options, make, (share, start + BUDGET_S), log)
+        curve += await _measure_layout(layout, options, make, (share, start + BUDGET_S), log)
     if not curve:
         raise StartError("UsageError", f"{path}: no layout fits into --memory {options.memory_mb} MB. Allow more.")
-    chosen = choice(curve, options.p99_s, options.objective)
+    chosen = choose(curve, options.p99_s, options.objective)
     if can_be_pinned(chosen.instances, chosen.threads, cores) and time.monotonic() - start < BUDGET_S:
         fixed, until = dataclasses.replace(options, batch=chosen.rows), (start + BUDGET_S, start + BUDGET_S)
         layout = Layout(chosen.instances, chosen.threads)
         try:
-            pinned = await _measured(dataclasses.replace(layout, pinned=True), fixed, make, until, log)
+            pinned = await _measure_layout(dataclasses.replace(layout, pinned=True), fixed, make, until, log)
             curve += pinned
-            if _pays(pinned, chosen):  # measured once more without, so that a machine that became faster does not decide
-                again = await _measured(layout, fixed, make, until, log)
-                chosen = pinned[0] if again and _pays(pinned, again[0]) else chosen
+            if _faster(pinned, chosen):  # measured once more without, so that a machine that became faster does not decide
+                again = await _measure_layout(layout, fixed, make, until, log)
+                chosen = pinned[0] if again and _faster(pinned, again[0]) else chosen
         except StartError as error:
             log("pinned instances left out", reason=str(error))
     found = Tuning(chosen=chosen, curve=tuple(curve), seconds=time.monotonic() - start)
@@ -178,46 +178,45 @@ async def tuned(path: pathlib.Path, options: Options, make: Make, log: Callable[
     return found
 
 
-def _pays(pinned: Sequence[Point], point: Point) -> bool:
+def _faster(pinned: Sequence[Point], point: Point) -> bool:
     return any(one.rows_per_s >= PINNED_GAIN * point.rows_per_s for one in pinned)
 
 
-async def _measured(
-    layout: Layout, options: Options, make: Make, until: tuple[float, float], log: Callable[..., None]
+async def _measure_layout(
+    layout: Layout, options: Options, make: MakeDeployment, until: tuple[float, float], log: Callable[..., None]
 ) -> list[Point]:
-    """The curve of one layout. ``until``: times after which nothing is measured again, and no larger batch at all."""
+    """The points of one layout. ``until``: times after which repetitions, and larger batches, are skipped."""
     deployment, curve = make(layout), dict[int, Point]()
     try:
         await deployment.start()
         facts, call = deployment.description, _example(deployment)
         for rows in sizes(options, facts["dims"], facts["batch"], facts["joinable"]):
-            point = await _borne(deployment, layout, call, rows, log, needed=not curve)
+            point = await _try_point(deployment, layout, call, rows, log, needed=not curve)
             best = max([one.rows_per_s for one in curve.values()], default=0.0)
-            if point is not None and point.rows_per_s < WORSE * best:
-                point = _better(point, await _borne(deployment, layout, call, rows, log))
+            if point is not None and point.rows_per_s < STOP_BELOW * best:
+                point = _better(point, await _try_point(deployment, layout, call, rows, log))
             if point is None and not curve:
                 raise StartError("WorkloadError", f"The model fails on a batch of {rows} rows. Give a smaller --batch.")
             if point is None:
                 break  # this batch does not fit
             used = _resident_mb(deployment)
             if options.memory_mb is not None and used > options.memory_mb:
-                told = {"instances": layout.instances, "rows": rows, "memory_mb": round(used)}
-                log("batch left out", **told, limit_mb=options.memory_mb)
+                log("batch left out", instances=layout.instances, rows=rows, memory_mb=round(used), limit_mb=options.memory_mb)
                 break
             curve[rows] = point
-            if point.rows_per_s < WORSE * best or point.batch_s > SLOWEST_S or time.monotonic() > until[1]:
+            if point.rows_per_s < STOP_BELOW * best or point.batch_s > SLOWEST_S or time.monotonic() > until[1]:
                 break
         for rows in [*curve] * (PASSES - 1):
             if time.monotonic() > until[0]:
                 break
-            curve[rows] = _better(curve[rows], await _borne(deployment, layout, call, rows, log))
+            curve[rows] = _better(curve[rows], await _try_point(deployment, layout, call, rows, log))
     finally:
         await deployment.stop()
     return list(curve.values())
 
 
 def _resident_mb(deployment: Deployment) -> float:
-    """Resident memory of the instances; one that just ended has none."""
+    """Resident memory of the instances in MB, without those that have just ended."""
     total = 0
     for instance in deployment.instances:
         with contextlib.suppress(psutil.Error):
@@ -225,16 +224,16 @@ def _resident_mb(deployment: Deployment) -> float:
     return total / 1e6
 
 
-async def _borne(
+async def _try_point(
     deployment: Deployment, layout: Layout, call: Call, rows: int, log: Callable[..., None], *, needed: bool = False
 ) -> Point | None:
-    """:func:`_point`, or ``None``, with a line in the log, if it fails and is not ``needed``: other points were measured.
+    """:func:`_measure_point`. If it fails and is not ``needed``, log the reason and return ``None``: other points exist.
 
     Raises:
-        StartError: the model does not bear one request alone, and the point is ``needed``.
+        StartError: the model fails on a single request, and the point is ``needed``.
     """
     try:
-        return await _point(deployment, layout, call, rows)
+        return await _measure_point(deployment, layout, call, rows)
     except StartError as error:
         if needed:
             raise
@@ -256,13 +255,13 @@ def _example(deployment: Deployment) -> Call:
     return deployment.interface.call({form.name: (form.datatype, shape, tensor) for form, shape, tensor in described})
 
 
-async def _point(deployment: Deployment, layout: Layout, call: Call, rows: int) -> Point | None:
-    """Measure batches of ``rows`` requests in all instances; ``None`` if the model or its process does not bear such a batch.
+async def _measure_point(deployment: Deployment, layout: Layout, call: Call, rows: int) -> Point | None:
+    """Measure batches of ``rows`` requests in all instances. ``None`` if such a batch fails or ends the process.
 
     Raises:
-        StartError: the model does not bear one request alone.
+        StartError: the model fails on a single request.
     """
-    sample = await _Sample(deployment, call, rows, layout.instances).counted()
+    sample = await _Sample(deployment, call, rows, layout.instances).run()
     if sample.rows < rows * sample.batches:  # batches that fail are tried again, each request alone
         return None
     batch_s = layout.instances * sample.time / sample.batches
@@ -278,7 +277,7 @@ async def _point(deployment: Deployment, layout: Layout, call: Call, rows: int) 
 
 
 class _Count(NamedTuple):
-    """What a version has computed by a time, or between two of them."""
+    """Time, rows, batches and compute time of a deployment: totals, or the difference of two totals."""
 
     time: float
     rows: float
@@ -287,38 +286,38 @@ class _Count(NamedTuple):
 
 
 class _Sample:
-    """Requests that fill the next batch of every instance, until enough batches are counted."""
+    """Keeps the next batch of every instance full until enough batches are counted."""
 
     def __init__(self, deployment: Deployment, call: Call, rows: int, instances: int) -> None:
         self._deployment, self._call, self._full = deployment, call, rows * instances
         deployment.batcher = Batcher(rows=rows, limit=2 * self._full)
         self._answered, self._until = 0, math.inf
         self._begin: _Count | None = None
-        self._found: asyncio.Future[_Count] = asyncio.get_running_loop().create_future()
+        self._result: asyncio.Future[_Count] = asyncio.get_running_loop().create_future()
 
-    async def counted(self) -> _Count:
-        """What was computed after the first batch of each instance, which warms up, and how long it took.
+    async def run(self) -> _Count:
+        """The totals after the first batch of each instance, which warms up.
 
         Raises:
-            StartError: the model does not bear one request alone.
+            StartError: the model fails on a single request.
         """
         for _ in range(2 * self._full):  # one batch is computed, and the next one waits
-            self._ask()
-        found = await self._found
+            self._submit()
+        found = await self._result
         await self._deployment.drain()
         return found
 
-    def _ask(self) -> None:
-        self._deployment.submit(self._call, PATIENCE_S).add_done_callback(self._again)
+    def _submit(self) -> None:
+        self._deployment.submit(self._call, REQUEST_TIMEOUT_S).add_done_callback(self._on_answer)
 
-    def _again(self, answer: asyncio.Future[Answer]) -> None:
-        """Ask again, or end. The answers of a batch arrive together, so that both counts stand at the end of a batch."""
+    def _on_answer(self, answer: asyncio.Future[Answer]) -> None:
+        """Submit another request, or end. All answers of a batch arrive together, so both totals end with a whole batch."""
         error = answer.exception()
-        if self._found.done():
+        if self._result.done():
             return
         if error is not None:
             sentence = error.sentence if isinstance(error, Refusal) else str(error)
-            self._found.set_exception(StartError("WorkloadError", sentence))
+            self._result.set_exception(StartError("WorkloadError", sentence))
             return
         self._answered += 1
         if self._answered == self._full:
@@ -327,9 +326,9 @@ class _Sample:
             begin, end = self._begin, self._count()
             assert begin is not None
             counts = end.batches - begin.batches, end.compute_s - begin.compute_s
-            self._found.set_result(_Count(end.time - begin.time, end.rows - begin.rows, *counts))
+            self._result.set_result(_Count(end.time - begin.time, end.rows - begin.rows, *counts))
             return
-        self._ask()
+        self._submit()
 
     def _count(self) -> _Count:
         metrics = self._deployment.metrics
@@ -337,8 +336,8 @@ class _Sample:
         return _Count(time.perf_counter(), metrics.rows.sum, metrics.batch_compute.count, metrics.batch_compute.sum)
 
 
-def choice(curve: Sequence[Point], p99_s: float | None, objective: str = "throughput") -> Point:
-    """The most rows per second whose batches are fast enough; the smallest batch among those that are about as good.
+def choose(curve: Sequence[Point], p99_s: float | None, objective: str = "throughput") -> Point:
+    """The point with the most rows per second among fast enough batches; of nearly equal ones the smallest batch.
 
     A request waits for at most one batch before its own, so that two batches must fit into ``p99_s``. For the objective
     ``latency``, the layout that computes its smallest batch fastest, with the largest batch that takes about as long.
@@ -347,7 +346,7 @@ def choice(curve: Sequence[Point], p99_s: float | None, objective: str = "throug
         smallest = min(point.rows for point in curve)
         first = min((point for point in curve if point.rows == smallest), key=lambda point: point.batch_s)
         alike = [point for point in curve if point.kind == first.kind]
-        return max((point for point in alike if point.batch_s <= LONGER * first.batch_s), key=lambda point: point.rows)
+        return max((point for point in alike if point.batch_s <= LATENCY_FACTOR * first.batch_s), key=lambda point: point.rows)
     limit = SLOWEST_S if p99_s is None else p99_s / 2
     allowed = [point for point in curve if point.batch_s <= limit] or [min(curve, key=lambda point: point.batch_s)]
     best = max(point.rows_per_s for point in allowed)
@@ -356,7 +355,7 @@ def choice(curve: Sequence[Point], p99_s: float | None, objective: str = "throug
 
 
 def _fingerprint(path: pathlib.Path, options: Options, cores: int) -> str:
-    """What the result depends on: the artifact, the options, the machine and the versions."""
+    """Cache key: a hash of the artifact, the options, the machine and the versions."""
     try:
         manifest = (path / "manifest.json").read_bytes()
     except OSError:
