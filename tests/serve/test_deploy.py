@@ -60,7 +60,7 @@ def test_an_image_has_the_versions_of_the_proof_and_a_wheel_of_this_trimtab(
         name: versions[name] for name in ("onnxruntime", "onnx", "numpy")
     }
     assert "onnxscript" not in pins
-    assert set(deploy.PACKAGES.values()) < set(pins)
+    assert set(deploy.SERVER_PACKAGES.values()) < set(pins)
     assert f"FROM python:{onnx_net.manifest.environment.python}-slim" in rest
     assert "torch==" not in files["Dockerfile"]
     assert f"torch=={versions['torch'].partition('+')[0]}+cpu " in written(tmp_path / "torch", "docker", net)["Dockerfile"]

@@ -26,7 +26,7 @@ from trimtab.core.signature import Dim
 from trimtab.errors import IntegrityError, UsageError
 from trimtab.serve.connection import Instance
 from trimtab.serve.frames import unpack
-from trimtab.serve.instance.load import loaded
+from trimtab.serve.instance.load import load_artifact
 from trimtab.serve.instance.served import Served
 from trimtab.serve.options import read_options
 from trimtab.serve.shared_memory import SharedMemory
@@ -73,8 +73,8 @@ def test_calls_in_arrays_are_calls_of_the_artifact(tmp_path: pathlib.Path, backe
     inputs = (torch.randn(4, 3), torch.rand(4, 3) > 0.5, torch.arange(4))
     dim = {0: Dim("batch", 2, 8, step=2)}
     made = write(tmp_path / "a", model=Mixed(), inputs=inputs, dynamic=dict.fromkeys(("x", "keep", "n"), dim), backend=backend)
-    served = Served(loaded(made.path, trust=False, threads=1))
-    served.prove()
+    served = Served(load_artifact(made.path, trust=False, threads=1))
+    served.check_parity()
     for rows in (1, 2, 5, 19):
         x, keep, n = torch.randn(rows, 3), torch.rand(rows, 3) > 0.5, torch.arange(rows)
         doubled, next_n = served.call([x.numpy(), keep.numpy(), n.numpy()])
@@ -97,18 +97,18 @@ def test_wrong_outputs_and_changed_files_are_refused_without_torch(
         right = kind.__call__
         monkeypatch.setattr(kind, "__call__", lambda self, arrays, right=right: [array + 1 for array in right(self, arrays)])
     with pytest.raises(IntegrityError, match="The output 'output.logits' is off by"):
-        Served(loaded(copy.path, trust=False, threads=None)).prove()
+        Served(load_artifact(copy.path, trust=False, threads=None)).check_parity()
     next((copy.path / "model").iterdir()).write_bytes(b"x")
     with pytest.raises(IntegrityError, match="is not what was written"):
-        loaded(copy.path, trust=False, threads=None)
+        load_artifact(copy.path, trust=False, threads=None)
 
 
 def test_bfloat16_travels_as_its_bits(tmp_path: pathlib.Path) -> None:
     model = torch.nn.Linear(4, 2).bfloat16()
     x = torch.randn(3, 4).bfloat16()
     made = write(tmp_path / "a", model=model, inputs=(x[:2],), dynamic={"input": {0: Dim("batch", 1, 8)}})
-    served = Served(loaded(made.path, trust=False, threads=None))
-    served.prove()
+    served = Served(load_artifact(made.path, trust=False, threads=None))
+    served.check_parity()
     (found,) = served.call([x.view(torch.uint16).numpy()])
     assert found.dtype == np.uint16
     torch.testing.assert_close(torch.from_numpy(found).view(torch.bfloat16), load(made.path)(x))

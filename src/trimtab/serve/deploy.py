@@ -28,13 +28,13 @@ from trimtab.serve.instance.load import refuse_signature
 from trimtab.serve.options import SHARES, Options
 
 KINDS = ("docker", "systemd", "kubernetes", "kserve", "triton", "ray")
-PACKAGES = {
+SERVER_PACKAGES = {
     **{"uvicorn": "uvicorn", "uvloop": "uvloop", "httptools": "httptools", "orjson": "orjson", "grpc": "grpcio"},
     **{"prometheus_client": "prometheus-client", "google.protobuf": "protobuf"},
 }
-"""Module that the server needs beside trimtab's own -> its distribution."""
-OWN = ("numpy", "safetensors", "psutil", "jinja2", "typer", "rich")
-"""Distributions that front and instances import in any case."""
+"""Module that only the server needs -> its distribution."""
+BASE_PACKAGES = ("numpy", "safetensors", "psutil", "jinja2", "typer", "rich")
+"""Distributions that the front process and the instances always import."""
 TEMPLATES = {
     "docker": ("Dockerfile", "requirements.txt", ".dockerignore"),
     "systemd": ("trimtab.service",),
@@ -48,8 +48,8 @@ FLAGS = (
     *("watch_s", "shadow", "canary", "canary_time_s", "canary_slowdown"),
 )
 """Options that are written if they differ from the default."""
-LOADING = {"onnxruntime": ("onnxruntime", "onnx"), "openvino": ("openvino",)}
-"""Backend whose artifacts are loaded without torch -> distributions that load them."""
+RUNTIMES = {"onnxruntime": ("onnxruntime", "onnx"), "openvino": ("openvino",)}
+"""Backend that runs without torch -> distributions that load its artifacts."""
 DRAIN_S = 15
 """Seconds that a server has to end after the longest deadline of a request."""
 SOURCES = (".py", ".jinja", ".binpb", ".proto", ".typed")
@@ -67,7 +67,7 @@ def write(options: Options, kind: str, folder: pathlib.Path) -> list[pathlib.Pat
         raise UsageError(f"--write {kind} is not known. Choose one of {', '.join(KINDS)}.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is not an empty folder. Give another one with --out.")
-    _refuse(options)
+    _check_options(options)
     artifacts = {name: open_artifact(path) for name, path in options.models.items()}
     for artifact in artifacts.values():
         artifact.check()
@@ -79,8 +79,8 @@ def write(options: Options, kind: str, folder: pathlib.Path) -> list[pathlib.Pat
         for name, artifact in artifacts.items():
             files |= {f"{name}/{file}": text for file, text in triton.model(name, artifact, options).items()}
     else:
-        facts = _facts(options, artifacts, kind)
-        files |= {name: _render(name, facts) for name in TEMPLATES[kind]}
+        values = _template_values(options, artifacts, kind)
+        files |= {name: _render(name, values) for name in TEMPLATES[kind]}
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -92,8 +92,8 @@ def write(options: Options, kind: str, folder: pathlib.Path) -> list[pathlib.Pat
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _refuse(options: Options) -> None:
-    """Refuse options that cannot stand in a file."""
+def _check_options(options: Options) -> None:
+    """Refuse options that cannot be written to a file, such as secrets."""
     if options.token is not None or options.tls is not None:
         raise UsageError(
             "--write does not take --token-file and TLS files: a secret has no place in a written file. Write without them, "
@@ -125,8 +125,8 @@ def arguments(options: Options) -> list[str]:
     return [*found, *(["--trust"] if options.trust else []), *(["--log-requests"] if options.log_requests else [])]
 
 
-def _facts(options: Options, artifacts: Mapping[str, Artifact], kind: str) -> dict[str, Any]:
-    """What the templates fill in."""
+def _template_values(options: Options, artifacts: Mapping[str, Artifact], kind: str) -> dict[str, Any]:
+    """The variables of the templates."""
     name = next(iter(artifacts)) if len(artifacts) == 1 else "trimtab"
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].strip("-") or "model"
     digests = "".join(json.loads((artifact.path / "manifest.json").read_bytes())["digest"] for artifact in artifacts.values())
@@ -151,13 +151,13 @@ def _facts(options: Options, artifacts: Mapping[str, Artifact], kind: str) -> di
         "cores": instances * threads * len(artifacts),
         "grace_s": math.ceil(options.deadline_s) + DRAIN_S,
         "version": importlib.metadata.version("trimtab"),
-        **(_memory(options, artifacts, instances) if kind in ("kubernetes", "kserve") else {}),
-        **(_image(artifacts) if kind == "docker" else {}),
+        **(_memory_values(options, artifacts, instances) if kind in ("kubernetes", "kserve") else {}),
+        **(_image_values(artifacts) if kind == "docker" else {}),
         "interpreter": sys.executable,
     }
 
 
-def _memory(options: Options, artifacts: Mapping[str, Artifact], instances: int) -> dict[str, int]:
+def _memory_values(options: Options, artifacts: Mapping[str, Artifact], instances: int) -> dict[str, int]:
     """Memory in MiB: the request is what runs, the limit lets a new version run beside the old one.
 
     A process has the memory that this one has, with all that a server imports; an instance needs the measured peak of its
@@ -176,17 +176,17 @@ def _memory(options: Options, artifacts: Mapping[str, Artifact], instances: int)
     return {"request_mib": math.ceil((process + models) * mib), "limit_mib": math.ceil((process + 2 * models) * mib)}
 
 
-def _image(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+def _image_values(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     """Python, torch and the pinned distributions of an image.
 
     Runtimes have the versions with which the artifacts were proven; what the server needs has the versions installed here.
     """
-    found = {name: importlib.metadata.version(name) for name in (*OWN, *PACKAGES.values())}
+    found = {name: importlib.metadata.version(name) for name in (*BASE_PACKAGES, *SERVER_PACKAGES.values())}
     proven = dict[str, str]()
     for name, artifact in artifacts.items():
         manifest = artifact.manifest
-        name_of = manifest.backend.name
-        runtime = {*LOADING.get(name_of, (*manifest.packages, *manifest.backend.requires, "torch")), "numpy", "safetensors"}
+        backend = manifest.backend
+        runtime = {*RUNTIMES.get(backend.name, (*manifest.packages, *backend.requires, "torch")), "numpy", "safetensors"}
         versions = {package: manifest.environment.versions.get(package) for package in sorted(runtime)}
         for package, version in ({"python": manifest.environment.python} | versions).items():
             if version is None:
@@ -206,7 +206,7 @@ def _image(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     }
 
 
-def _render(name: str, facts: Mapping[str, Any]) -> str:
+def _render(name: str, values: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -216,7 +216,7 @@ def _render(name: str, facts: Mapping[str, Any]) -> str:
         autoescape=False,  # no HTML
     )
     environment.filters |= {"json": json.dumps, "unit": _unit_word}
-    return environment.get_template(f"{name.lstrip('.')}.jinja").render(facts)
+    return environment.get_template(f"{name.lstrip('.')}.jinja").render(values)
 
 
 def _unit_word(word: object) -> str:

@@ -56,7 +56,7 @@ def _any_batch(signature: Signature) -> Signature:
 
 
 class Reference:
-    """The model whose outputs count as right.
+    """The reference model, whose outputs are taken as correct.
 
     Raises:
         UsageError: the original model does not travel with the artifact, or ``other`` has another signature.
@@ -69,7 +69,7 @@ class Reference:
         self._specs = (*signature.inputs, *signature.outputs)
         self._codes = codes_of(self._specs)
         self._inputs = len(signature.inputs)
-        self._call = _original(self._artifact) if other is None else _other(self._artifact, open_artifact(other), trust)
+        self._call = _original(self._artifact) if other is None else _substitute(self._artifact, open_artifact(other), trust)
 
     def description(self) -> dict[str, Any]:
         """The names of the outputs, and their relative tolerances; for integers the share of values that may differ."""
@@ -107,9 +107,9 @@ def _original(artifact: Artifact) -> Caller:
     return Caller(baseline, manifest.baseline.signature)
 
 
-def _other(artifact: Artifact, other: Artifact, trust: bool) -> Caller:
+def _substitute(artifact: Artifact, other: Artifact, trust: bool) -> Caller:
     ours, theirs = artifact.manifest.signature, other.manifest.signature
-    if _kinds(ours) != _kinds(theirs):
+    if _specs_without_sizes(ours) != _specs_without_sizes(theirs):
         raise UsageError(
             f"--shadow-from {other.path} has the signature {theirs.describe()}; {artifact.path} has {ours.describe()}. Give an "
             "artifact of the same signature."
@@ -117,13 +117,13 @@ def _other(artifact: Artifact, other: Artifact, trust: bool) -> Caller:
     return Caller(load(other.path, trust=trust, threads=1), theirs)
 
 
-def _kinds(signature: Signature) -> list[list[tuple[str, int, str]]]:
+def _specs_without_sizes(signature: Signature) -> list[list[tuple[str, int, str]]]:
     """Name, rank and dtype of each input and output. Sizes may differ: the reference splits and pads batches."""
     return [[(spec.name, len(spec.shape), spec.dtype) for spec in specs] for specs in (signature.inputs, signature.outputs)]
 
 
-def _yield_to_others() -> None:
-    """Take CPU time only when nothing else wants it."""
+def _lower_priority() -> None:
+    """Run at the lowest priority: only on idle CPU time."""
     os.nice(19)
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ def main(descriptor: int, settings: dict[str, Any]) -> None:
     except TrimtabError as error:
         send(connection, {"refused": type(error).__name__, "message": str(error)})
         return
-    _yield_to_others()
+    _lower_priority()
     send(connection, {"ready": reference.description()})
     for head, body in frames(connection):
         try:

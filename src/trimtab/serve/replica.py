@@ -10,7 +10,7 @@ import orjson
 
 from trimtab.errors import TrimtabError, UsageError
 from trimtab.serve.frames import aligned
-from trimtab.serve.instance.load import loaded
+from trimtab.serve.instance.load import load_artifact
 from trimtab.serve.instance.served import Served
 from trimtab.serve.instance.wire import as_bytes
 from trimtab.serve.protocol import HEADER_LENGTH, Interface, Refusal, read_request, write_response
@@ -33,8 +33,8 @@ class Replica:
     """
 
     def __init__(self, name: str, path: str, *, trust: bool = False, threads: int | None = None) -> None:
-        self._name, self._served = name, Served(loaded(pathlib.Path(path), trust=trust, threads=threads))
-        self._served.prove()
+        self._name, self._served = name, Served(load_artifact(pathlib.Path(path), trust=trust, threads=threads))
+        self._served.check_parity()
         self._interface = Interface.from_json(self._served.description())
 
     def answer(self, body: bytes, header_length: str | None = None) -> Response:
@@ -44,10 +44,10 @@ class Replica:
         """
         try:
             call, options = read_request(body, header_length, self._interface)
-            room = bytearray()
+            buffer = bytearray()
             for tensor in call.tensors:
-                room += bytes(tensor) + bytes(aligned(len(tensor)) - len(tensor))
-            outputs = self._served.call(self._served.arrays(np.frombuffer(room, np.uint8), call.shapes))
+                buffer += bytes(tensor) + bytes(aligned(len(tensor)) - len(tensor))
+            outputs = self._served.call(self._served.arrays(np.frombuffer(buffer, np.uint8), call.shapes))
         except Refusal as refusal:
             return _error(refusal.status, refusal.sentence)
         except TrimtabError as error:

@@ -58,7 +58,7 @@ def _names(artifact: Artifact, backend: str, files: dict[str, str | bytes]) -> t
     folder = artifact.path / MODEL
     if backend == "openvino":
         found = require("openvino").Core().read_model(folder / "model.xml")
-        if _name_all({"input": found.inputs, "output": found.outputs}):
+        if _name_unnamed({"input": found.inputs, "output": found.outputs}):
             with tempfile.TemporaryDirectory(prefix="trimtab-triton-") as place:
                 require("openvino").serialize(found, f"{place}/model.xml", f"{place}/model.bin")
                 files |= {f"1/{name}": pathlib.Path(place, name).read_bytes() for name in ("model.xml", "model.bin")}
@@ -69,7 +69,7 @@ def _names(artifact: Artifact, backend: str, files: dict[str, str | bytes]) -> t
     return [each if each in known else None for each in order], [item.name for item in graph.graph.output]
 
 
-def _name_all(ports: dict[str, Sequence[Any]]) -> bool:
+def _name_unnamed(ports: dict[str, Sequence[Any]]) -> bool:
     """Name the ports that have no name; whether there were any."""
     bare = [(f"{kind}_{place}", port) for kind, found in ports.items() for place, port in enumerate(found) if not port.names]
     for name, port in bare:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trimtab.errors import TrimtabError, UsageError
-from trimtab.serve.instance.load import loaded
+from trimtab.serve.instance.load import load_artifact
 from trimtab.serve.instance.served import Served
 from trimtab.serve.instance.wire import frames, send
 from trimtab.serve.shared_memory import SharedMemory
@@ -29,10 +29,10 @@ WARM_CALLS = 2
 def serve(connection: socket.socket, served: Served, shared: Sequence[SharedMemory]) -> None:
     """Answer frames until the front process closes the connection. ``shared``: memory for requests and for answers, or none."""
     requests, answers = shared or (None, None)
-    for head, room in frames(connection, requests):
+    for head, buffer in frames(connection, requests):
         start, cpu = time.perf_counter(), time.process_time()
         try:
-            outputs = served.call(served.arrays(room, head["shapes"]))
+            outputs = served.call(served.arrays(buffer, head["shapes"]))
         except TrimtabError as error:
             send(connection, {"id": head["id"], "error": str(error), "input": isinstance(error, UsageError)})
             continue
@@ -48,8 +48,8 @@ def main(descriptor: int, settings: dict[str, Any]) -> None:
     if settings["cores"] is not None:
         os.sched_setaffinity(0, settings["cores"])
     try:
-        served = Served(loaded(pathlib.Path(settings["path"]), trust=settings["trust"], threads=settings["threads"]))
-        served.prove()
+        served = Served(load_artifact(pathlib.Path(settings["path"]), trust=settings["trust"], threads=settings["threads"]))
+        served.check_parity()
         arrays = served.rows_of_example(settings["rows"])
         for _ in range(WARM_CALLS):
             served.call(arrays)

@@ -36,7 +36,7 @@ class Loaded:
     """The inputs of the test vectors."""
 
 
-def loaded(path: pathlib.Path, *, trust: bool, threads: int | None) -> Loaded:
+def load_artifact(path: pathlib.Path, *, trust: bool, threads: int | None) -> Loaded:
     """Load the artifact in ``path``. The module for artifacts whose runtime is torch is imported for those only.
 
     Raises:

@@ -19,7 +19,7 @@ from trimtab.serve.instance.wire import Array, arrays_in, codes_of
 EXAMPLE_VALUES = 1024
 """Most values of an input of the example that the page shows."""
 MOST_CATEGORIES = 256
-"""Most different values of an integer input that are told as its categories."""
+"""Most distinct values of an integer input that are reported as its categories."""
 
 
 class Served:
@@ -30,7 +30,7 @@ class Served:
         self._allowed = batch_of(self.signature) if joinable(self.signature) else None
         self._codes = codes_of(self.signature.inputs)
 
-    def prove(self) -> None:
+    def check_parity(self) -> None:
         """Replay the test vectors. Raises ``IntegrityError`` if an output is out of its tolerance."""
         parity = self.loaded.parities()
         if not parity.ok:
@@ -64,7 +64,7 @@ class Served:
         return arrays_in(body, shapes, self._codes)
 
     def description(self) -> dict[str, Any]:
-        """What the front process must know about the model."""
+        """The description of the model for the front process, as JSON."""
         manifest, signature = self.loaded.manifest, self.signature
         example = self.rows_of_example(1)
         return {
@@ -82,11 +82,11 @@ class Served:
                     for array, spec in zip(example, signature.inputs, strict=True)
                 ],
             },
-            "known": self._known(),
+            "known": self._input_statistics(),
             "card": _card(manifest),
         }
 
-    def _known(self) -> list[dict[str, Any] | None]:
+    def _input_statistics(self) -> list[dict[str, Any] | None]:
         """Range, mean and standard deviation of the finite values of each input over all test vectors; the values themselves if
         they are integers or booleans, and few."""
         found = list[dict[str, Any] | None]()

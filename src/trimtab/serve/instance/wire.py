@@ -1,4 +1,4 @@
-"""The instance's side of the socket: frames with numpy arrays. numpy has no bfloat16, whose bits are held as uint16."""
+"""Frames of numpy arrays on the instance's end of the socket. numpy has no bfloat16; its bits are held as uint16."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trimtab.serve.protocol import DATATYPES
 from trimtab.serve.shared_memory import SHARED_BYTES, SharedMemory
 
 Array = npt.NDArray[Any]
-ROOM = 1 << 16
-"""Bytes that are received at once; and bytes up to which a frame is sent as one buffer."""
+BUFFER_BYTES = 1 << 16
+"""Size of the receive buffer; smaller frames are sent as one buffer."""
 
 
 def codes_of(specs: Iterable[TensorSpec]) -> list[np.dtype[Any]]:
@@ -48,7 +48,7 @@ def send(
     if shared is not None and sum(array.nbytes for array in arrays) >= SHARED_BYTES:
         head, parts = head | {"shared": shared.write(parts)}, []
     buffers = [part for part in pack(head, parts) if len(part)]
-    if sum(map(len, buffers)) <= ROOM:
+    if sum(map(len, buffers)) <= BUFFER_BYTES:
         connection.sendall(b"".join(buffers))
         return
     while buffers:
@@ -61,34 +61,34 @@ def send(
 
 def frames(connection: socket.socket, shared: SharedMemory | None = None) -> Iterator[tuple[dict[str, Any], Array]]:
     """Heads and bodies until the front process closes the connection. A body is valid until the next one is asked for."""
-    room, start, end = _room(ROOM), 0, 0
+    buffer, start, end = _aligned_buffer(BUFFER_BYTES), 0, 0
     while True:
         size = PREFIX.size
         if end - start >= size:
-            length, rest = PREFIX.unpack_from(room.data, start)
+            length, rest = PREFIX.unpack_from(buffer.data, start)
             size += length + rest
         if end - start < size:
-            if start + size > room.size:  # the rest goes behind what is there, at the start
-                old, room = room[start:end], _room(max(size, ROOM))
-                room[: end - start] = old
+            if start + size > buffer.size:  # move the partial frame to the start, to receive the rest behind it
+                old, buffer = buffer[start:end], _aligned_buffer(max(size, BUFFER_BYTES))
+                buffer[: end - start] = old
                 start, end = 0, end - start
-            count = connection.recv_into(room.data[end:])
+            count = connection.recv_into(buffer.data[end:])
             if not count:
                 return
             end += count
             continue
         middle = start + PREFIX.size + length
-        head = orjson.loads(room.data[start + PREFIX.size : middle])
+        head = orjson.loads(buffer.data[start + PREFIX.size : middle])
         if shared is not None and "shared" in head:
             yield head, np.frombuffer(shared.view(head["shared"]), np.uint8)
         else:
-            yield head, room[middle : start + size]
+            yield head, buffer[middle : start + size]
         start += size
         if start == end:
             start = end = 0
 
 
-def _room(size: int) -> Array:
+def _aligned_buffer(size: int) -> Array:
     """Memory that starts at a multiple of :data:`ALIGN`."""
     whole = np.empty(size + ALIGN, np.uint8)
     return whole[-whole.ctypes.data % ALIGN :][:size]
