@@ -1,4 +1,4 @@
-"""The queue of one model: bounded, grouped by sizes, and emptied in batches by instances that are free."""
+"""The bounded request queue of one model. Requests are grouped by shape and taken in batches by free instances."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from trimtab.serve.protocol import Bytes, Call
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """The outputs of one request, and where its time went, in seconds."""
+    """The outputs of one request, and its times in seconds."""
 
     tensors: list[Bytes]
     shapes: list[list[int]]
     queue_s: float = 0.0
-    """While all instances were busy."""
+    """Time in the queue while all instances were busy."""
     wait_s: float = 0.0
-    """While an instance was free and waited for a fuller batch, which only ``--max-wait`` makes it do."""
+    """Time in the queue while a free instance waited for a fuller batch; 0 without ``--max-wait``."""
     compute_s: float = 0.0
     batch_rows: int = 1
 
     def facts(self) -> dict[str, float]:
-        """What a log of requests tells; times in milliseconds."""
+        """Times in milliseconds and batch size, for the request log and spans."""
         queue, wait, compute = (round(seconds * 1e3, 3) for seconds in (self.queue_s, self.wait_s, self.compute_s))
         return {"queue_ms": queue, "batch_wait_ms": wait, "compute_ms": compute, "batch_rows": self.batch_rows}
 
@@ -39,12 +39,12 @@ class Item:
     expires: float
     future: asyncio.Future[Answer]
     tries: int = 0
-    """How often its instance died or failed while it held this request."""
+    """How often an instance ended while it computed this request."""
     taken: float = 0.0
 
 
 class Batcher:
-    """A bounded queue. An instance that is free takes the oldest request and those that can be joined with it.
+    """A bounded queue. A free instance takes the oldest request and those that can be batched with it.
 
     Work-conserving: with ``max_wait_s=0`` a free instance never waits for a fuller batch. Batches form while instances work.
     """
@@ -54,7 +54,7 @@ class Batcher:
         self.size = 0
         """Number of requests in the queue."""
         self._groups = dict[Any, collections.deque[Item]]()
-        self._alone = itertools.count()
+        self._single = itertools.count()
 
     @property
     def full(self) -> bool:
@@ -63,17 +63,17 @@ class Batcher:
 
     def put(self, item: Item) -> None:
         """Append a request."""
-        key: Any = next(self._alone) if item.call.key is None else item.call.key
+        key: Any = next(self._single) if item.call.key is None else item.call.key
         self._groups.setdefault(key, collections.deque()).append(item)
         self.size += 1
 
     def put_back(self, item: Item) -> None:
-        """Return a request that an instance did not answer. It keeps its time of arrival, and so its turn, and runs alone."""
-        self._groups[next(self._alone)] = collections.deque([item])
+        """Put an unanswered request back for a batch of its own. It keeps its time of arrival, and so its position."""
+        self._groups[next(self._single)] = collections.deque([item])
         self.size += 1
 
     def take(self, now: float) -> tuple[list[Item], float]:
-        """The next batch; or nothing, and the seconds after which the oldest request has waited long enough (0: empty)."""
+        """The next batch and 0. If there is none yet, an empty list and the seconds until one is due; 0 for an empty queue."""
         if not self._groups:
             return [], 0.0
         if len(self._groups) == 1:
@@ -83,7 +83,7 @@ class Batcher:
         left = group[0].arrived + self.max_wait_s - now if self.max_wait_s else 0.0
         if left > 0 and not isinstance(key, int) and sum(item.call.rows for item in group) < self.rows:
             return [], left
-        batch, rows = [group.popleft()], 0
+        batch = [group.popleft()]
         rows = batch[0].call.rows
         while group and rows + group[0].call.rows <= self.rows:
             batch.append(group.popleft())
@@ -93,14 +93,14 @@ class Batcher:
         self.size -= len(batch)
         return batch, 0.0
 
-    def remove(self, late: float | None = None) -> list[Item]:
-        """Remove and return the requests that expired at the time ``late``; all of them without it."""
+    def remove(self, now: float | None = None) -> list[Item]:
+        """Remove and return the requests that have expired by ``now``; all requests without it."""
         removed = list[Item]()
         for key, group in list(self._groups.items()):
-            gone = [item for item in group if late is None or item.expires <= late or item.future.done()]
-            if gone:
-                removed += gone
-                kept = [item for item in group if item not in gone]
+            expired = [item for item in group if now is None or item.expires <= now or item.future.done()]
+            if expired:
+                removed += expired
+                kept = [item for item in group if item not in expired]
                 if kept:
                     self._groups[key] = collections.deque(kept)
                 else:

@@ -1,4 +1,4 @@
-"""The front's side of one instance: its process, its socket, and the batch that it holds."""
+"""An instance as the front process sees it: process, socket, and the batch in progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trimtab.serve.shared_memory import SHARED_BYTES, SharedMemory
 
 INSTANCE = "trimtab.serve.instance"
 GRACE_S = 5.0
-"""Seconds that an instance has to end by itself after its socket was closed."""
+"""Grace period in seconds between the close of the socket and SIGKILL."""
 
 State = Literal["starting", "ready", "closed"]
 
@@ -35,7 +35,7 @@ class StartError(Exception):
 
 
 class Instance(asyncio.Protocol):
-    """One process that serves one copy of a model. It holds at most one batch at a time. ``module`` is what the process runs.
+    """One process that serves one copy of a model, one batch at a time. ``module`` is the Python module that the process runs.
 
     ``on_reply(instance, head, body)`` gets each answer, ``on_close(instance)`` the end of the process. The process ends with
     this one, also if this one is killed (:mod:`trimtab.execution.parent_death`).
@@ -52,19 +52,19 @@ class Instance(asyncio.Protocol):
         self.state: State = "starting"
         self.batch: list[Item] = []
         self.since = 0.0
-        """Time at which the batch was sent, or at which an instance without a batch became free."""
+        """Time of the last change between busy and free: when the batch was sent, or when the last batch ended."""
         self.free_s = 0.0
-        """How long it was free before it got its batch."""
+        """Seconds that the instance was free before it got its batch."""
         self.description: dict[str, Any] = {}
         self.example = b""
-        """The inputs of a first request, as the body of a frame."""
+        """The inputs of an example request, as the body of a frame."""
         self._reader, self._on_reply, self._on_close = Reader(), on_reply, on_close
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
         self._calls = dict[int, asyncio.Future[dict[str, Any]]]()
         self._number = 0
         self._shared: tuple[SharedMemory, SharedMemory] | None = None
-        """Memory for large bodies: of batches, and of their answers."""
+        """Shared memory for large bodies: of requests, and of answers."""
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
@@ -75,20 +75,20 @@ class Instance(asyncio.Protocol):
         """
         ours, theirs = socket.socketpair()
         threads = self.settings["threads"]
-        own = os.environ if threads is None else os.environ | {"OMP_NUM_THREADS": str(threads)}
+        environment = os.environ if threads is None else os.environ | {"OMP_NUM_THREADS": str(threads)}
         watcher = str(pathlib.Path(str(parent_death.__file__)).resolve())
-        there, back = SharedMemory.create(), SharedMemory.create()
-        self._shared = (there, back) if there is not None and back is not None else None
+        requests, answers = SharedMemory.create(), SharedMemory.create()
+        self._shared = (requests, answers) if requests is not None and answers is not None else None
         inherited = [] if self._shared is None else [memory.descriptor for memory in self._shared]
         settings = json.dumps(self.settings | {"shared": inherited})
-        words = [watcher, str(os.getpid()), self._module, str(theirs.fileno()), settings]
+        arguments = [watcher, str(os.getpid()), self._module, str(theirs.fileno()), settings]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-X", "faulthandler", *words],
+            [sys.executable, "-P", "-X", "faulthandler", *arguments],
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             pass_fds=[theirs.fileno(), *inherited],
             start_new_session=True,
-            env=own,
+            env=environment,
         )
         theirs.close()
         ours.setblocking(False)
@@ -121,7 +121,7 @@ class Instance(asyncio.Protocol):
             self._write({"id": 0, "shapes": shapes}, parts)
 
     async def ask(self, head: dict[str, Any], parts: Sequence[Sequence[Bytes]] = ()) -> dict[str, Any]:
-        """Send a frame beside the batches, and wait for the head of its answer: ``{"error": ...}`` if the process ended."""
+        """Send a frame that is not a batch. Returns the head of its answer; ``{"error": ...}`` if the process ended."""
         self._number += 1
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[self._number] = future
@@ -161,7 +161,7 @@ class Instance(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Hand on complete frames."""
+        """Handle complete frames: start-up, answers to :meth:`ask`, and batches."""
         for head, body in self._reader.feed(data):
             if "ready" in head:
                 self.description, self.example, self.state = head["ready"], bytes(body), "ready"

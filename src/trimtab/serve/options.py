@@ -20,7 +20,7 @@ EXAMPLE = "runs/digits/artifact"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a server runs. ``None`` for instances, threads and batch: found by measurement at the start."""
+    """Options of a server. ``None`` for instances, threads or batch: chosen by measurement at the start."""
 
     models: Mapping[str, pathlib.Path]
     """Name -> folder of the artifact."""
@@ -36,10 +36,10 @@ class Options:
     deadline_s: float = 30.0
     """Longest time in the queue, unless a request asks for less."""
     objective: str = "throughput"
-    """What the measurement at the start looks for: most rows per second (``throughput``), or the fastest answer to one request
+    """Objective of the measurement at the start: most rows per second (``throughput``), or the fastest answer to one request
     (``latency``)."""
     p99_s: float | None = None
-    """Limit on throughput that the measurement keeps: two batches must be computed within it."""
+    """p99 latency that the measured layout keeps: the time of two batches must be below it."""
     memory_mb: float | None = None
     """Most memory of the instances of one model."""
     max_body_mb: float = 64.0
@@ -52,7 +52,7 @@ class Options:
     canary_time_s: float = 60.0
     """How long the versions are compared."""
     canary_slowdown: float = 1.1
-    """A new version is withdrawn if its latency is surely above this multiple of the old one's."""
+    """A new version is withdrawn if the 95% interval of its latency ratio, new to old, lies above this."""
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = 8001
@@ -62,7 +62,7 @@ class Options:
     tls: tuple[pathlib.Path, pathlib.Path] | None = None
     """Files of the certificate and of its key."""
     watch_s: float | None = None
-    """Seconds between looks for new artifacts in the folders of the models; ``None``: none is looked for."""
+    """Seconds between two checks for new artifacts in the folders of the models; ``None``: no checks."""
     log_requests: bool = False
     """Whether each request is logged, as one line of JSON."""
 
@@ -90,7 +90,7 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
         UsageError: an option is unknown or has a wrong value, the file cannot be read, or two models have one name.
         ArtifactError: a folder is no artifact.
     """
-    given = {} if config is None else _file(config)
+    given = {} if config is None else _read_toml(config)
     table = given.pop(TABLE, {})
     if not isinstance(table, dict) or not all(isinstance(path, str) for path in table.values()):
         raise UsageError(f"{config}: [models] holds lines such as digits = {EXAMPLE!r}.")
@@ -101,10 +101,10 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     words = [*models] if models else [f"{name}={path}" for name, path in table.items()]
     if not words:
         raise UsageError(f"There is nothing to serve. Give the folder of an artifact, such as {EXAMPLE}.")
-    values: dict[str, Any] = {"models": _named(words)}
+    values: dict[str, Any] = {"models": _models_by_name(words)}
     values |= {name: given.pop(name, False) is True for name in ("trust", "log_requests")}
     files: dict[str, pathlib.Path] = {
-        name: _path(name, given.pop(name)) for name in ("token_file", "tls_cert", "tls_key") if name in given
+        name: _existing_file(name, given.pop(name)) for name in ("token_file", "tls_cert", "tls_key") if name in given
     }
     if given.pop("no_grpc", False) is True:
         values["grpc_port"] = None
@@ -112,7 +112,7 @@ def read_options(models: Sequence[str], flags: Mapping[str, Any], config: pathli
     values["shadow_from"] = _references(given.pop("shadow_from", []), values["models"])
     _refuse_device(given.pop("device", "cpu"), values["models"])
     for name, value in given.items():
-        values |= _value(name, value)
+        values |= _parse_option(name, value)
     if values.get("objective") == "latency" and "p99_s" in values:
         raise UsageError("p99 limits the objective throughput, and objective is latency. Leave one of them out.")
     if values["shadow_from"] and "shadow" not in values:
@@ -127,7 +127,7 @@ def _refuse_device(device: Any, models: Mapping[str, pathlib.Path]) -> None:
     if not isinstance(device, str) or not re.fullmatch(r"cuda(:[0-9]+)?", device):
         raise UsageError(f"device is {device!r}; it is cpu, or a GPU such as cuda:0.")
     name, path = next(iter(models.items()))
-    form = _fact(path, "recipe", "backend", "name")
+    form = _manifest_value(path, "recipe", "backend", "name")
     there = "" if pathlib.Path("/dev/nvidiactl").exists() else " There is no NVIDIA GPU on this machine either."
     raise UsageError(
         f"--device {device}: the artifact of {name} is a model of {form} that was built and proven for the CPU, and does not "
@@ -148,7 +148,7 @@ def _references(words: Any, models: Mapping[str, pathlib.Path]) -> dict[str, pat
     return found
 
 
-def _file(config: pathlib.Path) -> dict[str, Any]:
+def _read_toml(config: pathlib.Path) -> dict[str, Any]:
     try:
         found = tomllib.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -156,7 +156,7 @@ def _file(config: pathlib.Path) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in found.items()}
 
 
-def _value(name: str, value: Any) -> dict[str, Any]:
+def _parse_option(name: str, value: Any) -> dict[str, Any]:
     shown = name.replace("_", "-")
     if name in UNITS:
         field, read = UNITS[name]
@@ -185,7 +185,7 @@ def _value(name: str, value: Any) -> dict[str, Any]:
     return {name: value}
 
 
-def _path(name: str, value: Any) -> pathlib.Path:
+def _existing_file(name: str, value: Any) -> pathlib.Path:
     path = pathlib.Path(str(value))
     if not path.is_file():
         raise UsageError(f"{name.replace('_', '-')}: there is no file {str(value)!r}.")
@@ -210,13 +210,13 @@ def _secrets(files: Mapping[str, pathlib.Path]) -> dict[str, Any]:
     return found
 
 
-def _named(words: Sequence[str]) -> dict[str, pathlib.Path]:
-    """Name -> folder. A folder without a name is called as its workload."""
+def _models_by_name(words: Sequence[str]) -> dict[str, pathlib.Path]:
+    """Name -> folder. The default name is that of the workload."""
     found = dict[str, pathlib.Path]()
     for word in words:
         name, equals, path = word.partition("=")
         folder = pathlib.Path(path if equals else word)
-        name = name if equals else _workload(folder)
+        name = name if equals else _default_name(folder)
         if not NAME.fullmatch(name):
             raise UsageError(f"A model cannot be called {name!r}. Use letters, digits, '.', '_' and '-': digits={EXAMPLE}.")
         if name in found:
@@ -225,13 +225,13 @@ def _named(words: Sequence[str]) -> dict[str, pathlib.Path]:
     return found
 
 
-def _workload(folder: pathlib.Path) -> str:
-    """The name of the workload, as a name of a model."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(_fact(folder, "workload"))).strip("-._") or "model"
+def _default_name(folder: pathlib.Path) -> str:
+    """The name of the workload, with characters replaced that :data:`NAME` does not allow."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", str(_manifest_value(folder, "workload"))).strip("-._") or "model"
 
 
-def _fact(folder: pathlib.Path, *keys: str) -> Any:
-    """A value in the manifest. The instances check the manifest; here it is only read."""
+def _manifest_value(folder: pathlib.Path, *keys: str) -> Any:
+    """A value of the manifest. The manifest is not checked here; the instances do that."""
     try:
         found = json.loads((folder / "manifest.json").read_bytes())
         for key in keys:

@@ -40,7 +40,7 @@ class Model:
 
     @property
     def state(self) -> str:
-        """The state in the protocol's words."""
+        """The state as a term of the protocol."""
         if self.active is None:
             return "LOADING" if self._lock.locked() else "UNAVAILABLE"
         return "READY" if self.active.ready else "UNAVAILABLE"
@@ -111,7 +111,7 @@ class Model:
         return decision.sentence
 
     async def _layout(self) -> Layout:
-        """The layout that the options state, or that was measured to be best."""
+        """The layout of the options, or the best measured one if the options leave a value open."""
         options = self._options
         if options.instances is not None and options.threads is not None and options.batch is not None:
             return Layout(options.instances, options.threads, options.batch)
@@ -209,7 +209,7 @@ class Repository:
                 continue
 
     async def watch(self, every_s: float) -> None:
-        """Load a model again whenever the files in its folder have changed and are the same at two looks."""
+        """Poll the folders of the models. A model is reloaded when its files have changed and were stable for one poll."""
         loaded = {name: _files(model.path) for name, model in self.models.items()}
         last = dict(loaded)
         while True:
@@ -258,7 +258,7 @@ class Repository:
 
 
 def _files(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of every file below ``folder``."""
+    """Size and modification time in ns of every file below ``folder``."""
     found = {}
     for path in folder.rglob("*"):
         try:
