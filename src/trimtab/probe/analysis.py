@@ -1,4 +1,4 @@
-"""Make the record of a run out of the raw log that the probe wrote."""
+"""Build the :class:`ProbeRecord` of a run from the raw log of the probe."""
 
 from __future__ import annotations
 
@@ -31,51 +31,50 @@ from trimtab.probe.inside.clock import PHASES
 
 Json = Mapping[str, Any]
 PROBE = PHASES.index("probe")
-NS = 1e-6
-"""ms of a nanosecond."""
+MS_PER_NS = 1e-6
 MOST_LINES, MOST_SPANS, MOST_MEMORY_LINES, MOST_STACKS = 40, 400, 10, 200
 CURVE = 40
 """Points of the memory over a step."""
 RISE = 0.25
-"""Share of the mean growth from which on a step adds to the memory: less is what the probe keeps of a step, and a mean that a
-few steps make, as an allocator that settles, is no growth with every step."""
+"""A step adds to the memory if it grows by this share of the mean growth. Less is memory of the probe. A mean that few steps
+cause, such as an allocator that warms up, is not steady growth."""
 
 
-class Unit:
-    """What happened between two events of the anchor."""
+class Step:
+    """One step: the time between two events of the anchor, and what was counted in it."""
 
     def __init__(self, before: Sequence[Any], after: Sequence[Any]) -> None:
         self.start, self.end, self.held_mb = int(before[0]), int(after[0]), before[3] / 1e6
-        self.phases = [(b - a) * NS for a, b in zip(before[1], after[1], strict=True)]
+        self.phases = [(b - a) * MS_PER_NS for a, b in zip(before[1], after[1], strict=True)]
         self.probe_ms = self.phases[PROBE]
-        self.ms = (self.end - self.start) * NS - self.probe_ms
+        self.ms = (self.end - self.start) * MS_PER_NS - self.probe_ms
         self.faults = int(after[2] - before[2])
         self.grown_mb = (after[3] - before[3]) / 1e6
         self.evaluates, self.begins_epoch = after[4] > before[4], after[5] > before[5]
-        self.cpu_ms = (after[6] - before[6]) * NS
+        self.cpu_ms = (after[6] - before[6]) * MS_PER_NS
 
 
 def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeRecord:
     """The record of a log. ``outside`` are fields that only the driver knows, such as ``contained``."""
     marks = log["marks"]
     skipped = min(int(log["warm_up"]), max(1, (len(marks) - 1) // 3))
-    every = [Unit(before, after) for before, after in itertools.pairwise(marks)]
-    units = every[skipped:] or every[-1:]
+    all_steps = [Step(before, after) for before, after in itertools.pairwise(marks)]
+    measured = all_steps[skipped:] or all_steps[-1:]
     kind, where, _ = log["anchor"]
-    evaluating = {u for u in units if u.evaluates} if kind in ("optimizer", "backward") else set()
-    starting = {u for u in units if u.begins_epoch}
+    evaluating = {s for s in measured if s.evaluates} if kind in ("optimizer", "backward") else set()
+    starting = {s for s in measured if s.begins_epoch}
     notes = list(log["notes"])
     for found, what in ((evaluating, "a call in evaluation mode or without gradients"), (starting, "the begin of an epoch")):
-        if 2 * len(found) > len(units):
+        if 2 * len(found) > len(measured):
             found.clear()
             notes.append(f"Most steps hold {what}; it counts as part of a step.")
-    clean = [u for u in units if u not in evaluating and u not in starting] or units
+    clean = [s for s in measured if s not in evaluating and s not in starting] or measured
     n = len(clean)
-    windows = _Windows(clean)
-    totals, mixed = windows.tallies(log["tallies"])
-    step_ms = sum(u.ms for u in clean) / n
-    phases = {name: sum(u.phases[i] for u in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
-    median = statistics.median(u.ms for u in clean)
+    steps = _CleanSteps(clean)
+    totals, elsewhere = steps.tallies(log["tallies"])
+    step_ms = sum(s.ms for s in clean) / n
+    phases = {name: sum(s.phases[i] for s in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
+    median = statistics.median(s.ms for s in clean)
     busy = log["busy"]
     return ProbeRecord(
         command=tuple(command),
@@ -85,28 +84,28 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         steps=n,
         step_ms=step_ms,
         median_ms=median,
-        probe_ms=statistics.median(u.probe_ms for u in clean),
-        times_ms=tuple(u.ms for u in clean),
+        probe_ms=statistics.median(s.probe_ms for s in clean),
+        times_ms=tuple(s.ms for s in clean),
         phases=phases,
-        run_s=_run(log, every, units, evaluating, starting, median),
+        run_s=_run(log, all_steps, measured, evaluating, starting, median),
         finished=log["finished"],
-        lines=_lines(log["samples"], windows, log["runs"]),
-        stacks=_stacks(log, windows),
-        loaders=_loaders(log, totals, mixed, n, len(evaluating)),
+        lines=_lines(log["samples"], steps, log["runs"]),
+        stacks=_stacks(log, steps),
+        loaders=_loaders(log, totals, elsewhere),
         optimizers=_optimizers(log, totals, n),
-        modules=_modules(log, totals, windows, n, len(evaluating)),
+        modules=_modules(log, totals, steps, n, len(evaluating)),
         calls=tuple(CallRecord(name=name, site=where, calls=0.0, ms=0.0) for name, where in log["called"].items())
-        + _calls(totals, mixed, n, len(every)),
+        + _calls(totals, elsewhere, n, len(all_steps)),
         operators=_operators(log),
         operator_calls=log["operators"].get("calls", 0.0),
         small_operators=log["operators"].get("small", 0.0),
         recompiles=_recompiles(log),
-        memory=_memory(log, marks, clean, windows),
+        memory=_memory(log, marks, clean, steps),
         distributed=_distributed(log, totals, n),
         timeline=_timeline(log["spans"], clean, median),
         threads=log["threads"],
         cores=log["cores"],
-        cpu_share=min(1.0, sum(u.cpu_ms for u in clean) / max(sum(u.ms + u.probe_ms for u in clean), 1e-9) / log["cores"]),
+        cpu_share=min(1.0, sum(s.cpu_ms for s in clean) / max(sum(s.ms + s.probe_ms for s in clean), 1e-9) / log["cores"]),
         others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
@@ -122,24 +121,24 @@ Totals = dict[Key, tuple[float, float]]
 """Key -> calls and ms."""
 
 
-class _Windows:
-    """The time within clean units."""
+class _CleanSteps:
+    """The clean steps: those without an evaluation and without the start of an epoch. Looks times up in them."""
 
-    def __init__(self, units: Iterable[Unit]) -> None:
-        self.units = sorted(units, key=lambda u: u.start)
-        self._ends = [u.end for u in self.units]
+    def __init__(self, steps: Iterable[Step]) -> None:
+        self.steps = sorted(steps, key=lambda step: step.start)
+        self._ends = [s.end for s in self.steps]
 
-    def at(self, ns: float) -> Unit | None:
-        """The unit that ``ns`` is within."""
-        return self.units[bisect.bisect_right(self._ends, ns)] if self.holds(ns) else None
+    def at(self, ns: float) -> Step | None:
+        """The clean step that contains the time ``ns``."""
+        return self.steps[bisect.bisect_right(self._ends, ns)] if self.holds(ns) else None
 
     def holds(self, ns: float, end: bool = False) -> bool:
-        """Whether ``ns`` is within a unit; ``end``: its end counts and its begin does not."""
+        """Whether ``ns`` is within a clean step; ``end``: the end of a step counts, and its start does not."""
         place = bisect.bisect_left(self._ends, ns) if end else bisect.bisect_right(self._ends, ns)
-        return place < len(self.units) and (self.units[place].start < ns if end else self.units[place].start <= ns)
+        return place < len(self.steps) and (self.steps[place].start < ns if end else self.steps[place].start <= ns)
 
     def tallies(self, tallies: Sequence[Any]) -> tuple[Totals, Totals]:
-        """What was counted in clean units, and elsewhere."""
+        """The tallies within clean steps, and those elsewhere."""
         inside: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
         outside: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for ns, entries in tallies:
@@ -147,33 +146,33 @@ class _Windows:
             for key, (calls, spent) in entries:
                 found = into[tuple(key)]
                 found[0] += calls
-                found[1] += spent * NS
+                found[1] += spent * MS_PER_NS
         return {k: (v[0], v[1]) for k, v in inside.items()}, {k: (v[0], v[1]) for k, v in outside.items()}
 
 
-def _of(totals: Totals, *key: Any) -> tuple[float, float]:
+def _total(totals: Totals, *key: Any) -> tuple[float, float]:
     return totals.get(tuple(key), (0.0, 0.0))
 
 
 def _run(
-    log: Json, every: list[Unit], units: list[Unit], evaluating: set[Unit], starting: set[Unit], median: float
+    log: Json, all_steps: list[Step], measured: list[Step], evaluating: set[Step], starting: set[Step], median: float
 ) -> dict[str, float]:
     saving = PHASES.index("saving")
-    over = {u: max(0.0, u.ms - median) / 1000 for u in units}
+    over = {s: max(0.0, s.ms - median) / 1000 for s in measured}
     return {
         "start": log["started_s"],
-        "steps": sum(u.ms for u in every) / 1000,
-        "evaluation": sum(over[u] for u in evaluating),
-        "epoch start": sum(over[u] for u in starting - evaluating),
-        "saving": sum(u.phases[saving] for u in every) / 1000,
+        "steps": sum(s.ms for s in all_steps) / 1000,
+        "evaluation": sum(over[s] for s in evaluating),
+        "epoch start": sum(over[s] for s in starting - evaluating),
+        "saving": sum(s.phases[saving] for s in all_steps) / 1000,
     }
 
 
-def _lines(samples: Sequence[Any], windows: _Windows, runs: Mapping[str, int]) -> tuple[LineRecord, ...]:
+def _lines(samples: Sequence[Any], steps: _CleanSteps, runs: Mapping[str, int]) -> tuple[LineRecord, ...]:
     seen: dict[tuple[str, str, int, str], int] = defaultdict(int)
     whole = 0
     for ns, where, text, phase, function, *_ in samples:
-        if windows.holds(ns):
+        if steps.holds(ns):
             whole += 1
             if where:
                 seen[where, text, phase, function] += 1
@@ -191,8 +190,8 @@ def _lines(samples: Sequence[Any], windows: _Windows, runs: Mapping[str, int]) -
     )
 
 
-def _stacks(log: Json, windows: _Windows) -> tuple[StackRecord, ...]:
-    within = [number for ns, *_, number in log["samples"] if windows.holds(ns)]
+def _stacks(log: Json, steps: _CleanSteps) -> tuple[StackRecord, ...]:
+    within = [number for ns, *_, number in log["samples"] if steps.holds(ns)]
     seen = Counter(number for number in within if log["stacks"][number])
     return tuple(
         StackRecord(calls=tuple(log["stacks"][number]), share=count / len(within))
@@ -204,16 +203,16 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int) -> tuple[LoaderRecord, ...]:
+def _loaders(log: Json, totals: Totals, elsewhere: Totals) -> tuple[LoaderRecord, ...]:
     found: dict[Any, LoaderRecord] = {}
     for facts in log["loaders"]:
-        calls, ms = _of(totals, "loader", facts["number"])
-        other_calls, other_ms = _of(mixed, "loader", facts["number"])
-        made = [_of(t, "epoch", facts["number"]) for t in (totals, mixed)]
+        calls, ms = _total(totals, "loader", facts["number"])
+        other_calls, other_ms = _total(elsewhere, "loader", facts["number"])
+        made = [_total(t, "epoch", facts["number"]) for t in (totals, elsewhere)]
         iterators = sum(count for count, _ in made)
         if not calls + other_calls + iterators:
             continue
-        here, there = _of(totals, "read", facts["dataset_id"]), _of(mixed, "read", facts["dataset_id"])
+        here, there = _total(totals, "read", facts["dataset_id"]), _total(elsewhere, "read", facts["dataset_id"])
         worker = _Workers(log["reading"], facts)
         reads, read_ms = here[0] + there[0], here[1] + there[1]
         record = LoaderRecord(
@@ -247,23 +246,23 @@ def _loaders(log: Json, totals: Totals, mixed: Totals, n: int, evaluations: int)
             padding=_mean(facts["padding"]) if facts.get("padding") else None,
         )
         key = record.site, record.dataset, record.examples, record.batch_size
-        found[key] = _together(found[key], record) if key in found else record
+        found[key] = _merged(found[key], record) if key in found else record
     return tuple(found.values())
 
 
 class _Workers:
-    """What the workers of a loader wrote. Those that were spawned have the data set at another address; its class tells."""
+    """What the workers of a loader recorded. Their data set is matched by address; in spawned workers, by its class."""
 
     def __init__(self, rows: Sequence[Json], facts: Json) -> None:
         own = [row for row in rows if row["dataset"] == facts["dataset_id"]]
         self._rows = own or [row for row in rows if row["name"] == facts["dataset"]]
         examples = sum(row["examples"] for row in self._rows)
         self.opens = sum(row["opened"] for row in self._rows) / max(examples, 1)
-        timed = [row["ns"] * NS for row in self._rows if row["ns"]]
+        timed = [row["ns"] * MS_PER_NS for row in self._rows if row["ns"]]
         self.read_ms = statistics.fmean(timed) if timed else None
 
     def lines(self) -> tuple[LineRecord, ...]:
-        """The lines of the script by their share of the samples; those that were only counted last."""
+        """The lines of the script by their share of the samples. Lines with counts but no samples come last."""
         seen: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
         for row in self._rows:
             for where, text, function, samples, runs in row["lines"]:
@@ -279,8 +278,8 @@ class _Workers:
         )
 
 
-def _together(one: LoaderRecord, other: LoaderRecord) -> LoaderRecord:
-    """The record of two loaders that one line made, as where a loader is made for each epoch."""
+def _merged(one: LoaderRecord, other: LoaderRecord) -> LoaderRecord:
+    """One record for two loaders that the same line made, as when each epoch makes a loader."""
     batches, iterators = one.batches + other.batches, one.iterators + other.iterators
     wait = one.wait_ms * one.batches + other.wait_ms * other.batches
     start = one.start_ms * one.iterators + other.start_ms * other.iterators
@@ -296,27 +295,27 @@ def _together(one: LoaderRecord, other: LoaderRecord) -> LoaderRecord:
 def _optimizers(log: Json, totals: Totals, n: int) -> tuple[OptimizerRecord, ...]:
     found = []
     for facts in log["optimizers"]:
-        calls, ms = _of(totals, "optimizer", facts["number"])
+        calls, ms = _total(totals, "optimizer", facts["number"])
         if calls:
             kept = {name: facts[name] for name in ("site", "name", "tensors", "elements", "kernel", "can_fuse")}
-            filled = _of(totals, "zero", facts["number"], True)[0] + _of(totals, "zero", -1, True)[0]
+            filled = _total(totals, "zero", facts["number"], True)[0] + _total(totals, "zero", -1, True)[0]
             found.append(OptimizerRecord(**kept, ms=ms / calls, steps=calls / n, zero_filled=filled / n))
     return tuple(found)
 
 
-def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: int) -> tuple[ModuleRecord, ...]:
+def _modules(log: Json, totals: Totals, steps: _CleanSteps, n: int, evaluations: int) -> tuple[ModuleRecord, ...]:
     found = []
     learns = log["anchor"][0] in ("optimizer", "backward")
     for facts in log["modules"]:
         number = facts["number"]
         kept = {name: value for name, value in facts.items() if name not in ("number", "inputs")}
-        by_mode = {training: _of(totals, "module", number, training) for training in (True, False)}
+        by_mode = {training: _total(totals, "module", number, training) for training in (True, False)}
         calls, ms = by_mode[True][0] + by_mode[False][0], by_mode[True][1] + by_mode[False][1]
         graphs = [graph for graph in log["graphs"] if graph[0] == number]
         unused = [graph for graph in graphs if not graph[3]]
-        within = [graph for graph in unused if windows.holds(graph[4])]
-        outside = sum(graph[2] for graph in unused if graph not in within) * NS if learns else 0.0
-        per_step = sum(graph[2] for graph in within) * NS / n
+        within = [graph for graph in unused if steps.holds(graph[4])]
+        outside = sum(graph[2] for graph in unused if graph not in within) * MS_PER_NS if learns else 0.0
+        per_step = sum(graph[2] for graph in within) * MS_PER_NS / n
         kept_by = {graph[5] for graph in graphs if graph[3]}
         wasting = [graph[5] for graph in unused if graph[5] and graph[5] not in kept_by]
         called = sum(count for _, entries in log["tallies"] for key, (count, _) in entries if key[:2] == ["module", number])
@@ -335,13 +334,13 @@ def _modules(log: Json, totals: Totals, windows: _Windows, n: int, evaluations: 
     return tuple(sorted(found, key=lambda module: -module.forward_ms * module.calls))
 
 
-def _calls(totals: Totals, mixed: Totals, n: int, every: int) -> tuple[CallRecord, ...]:
-    """Calls per clean step; of ``torch.save``, which belongs to no step, per step of the whole run."""
+def _calls(totals: Totals, elsewhere: Totals, n: int, total: int) -> tuple[CallRecord, ...]:
+    """Calls per clean step. Calls of ``torch.save``, which belong to no step, are counted per step of the whole run."""
     found = []
-    for key in {**totals, **mixed}:
-        (calls, ms), (rare, rare_ms) = _of(totals, *key), _of(mixed, *key)
+    for key in {**totals, **elsewhere}:
+        (calls, ms), (rare, rare_ms) = _total(totals, *key), _total(elsewhere, *key)
         if key[0] == "call" and key[1] == "torch.save":
-            found.append(CallRecord(name=key[1], site=key[2] or "", calls=(calls + rare) / every, ms=(ms + rare_ms) / every))
+            found.append(CallRecord(name=key[1], site=key[2] or "", calls=(calls + rare) / total, ms=(ms + rare_ms) / total))
         elif key[0] == "call" and calls:
             found.append(CallRecord(name=key[1], site=key[2] or "", calls=calls / n, ms=ms / n))
     return tuple(sorted(found, key=lambda call: -call.ms))
@@ -378,56 +377,56 @@ def _distributed(log: Json, totals: Totals, n: int) -> DistributedRecord | None:
         return None
     ranks = [times for times in log["arrivals"] if times]
     late = [max(times) - min(times) for times in zip(*ranks, strict=False)] if len(ranks) > 1 else []
-    skew = statistics.median(late[int(log["warm_up"]) :] or late) * NS if late else None
-    return DistributedRecord(**log["distributed"], reductions=_of(totals, "reduce")[0] / n, skew_ms=skew)
+    skew = statistics.median(late[int(log["warm_up"]) :] or late) * MS_PER_NS if late else None
+    return DistributedRecord(**log["distributed"], reductions=_total(totals, "reduce")[0] / n, skew_ms=skew)
 
 
-def _memory_over_steps(samples: Sequence[Any], windows: _Windows) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
-    """The curve of the memory over a step, and lines by the MB that they added. Both start from the memory at the begin of each
-    step, so that growth from step to step is not in the curve."""
+def _memory_over_steps(samples: Sequence[Any], steps: _CleanSteps) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
+    """The memory curve over a step, and the MB that each line added. Both are relative to the memory at the start of the step,
+    so they do not contain the growth from step to step."""
     points: dict[int, list[float]] = defaultdict(list)
     added: dict[str, float] = defaultdict(float)
     for ns, where, _, _, _, held, grown, _ in samples:
-        unit = windows.at(ns)
-        if unit is not None:
-            points[int(CURVE * (ns - unit.start) / max(unit.end - unit.start, 1))].append(held / 1e6 - unit.held_mb)
+        step = steps.at(ns)
+        if step is not None:
+            points[int(CURVE * (ns - step.start) / max(step.end - step.start, 1))].append(held / 1e6 - step.held_mb)
             added[where] += max(grown, 0) / 1e6
-    step_ms, base = _mean([u.ms for u in windows.units]), _mean([u.held_mb for u in windows.units])
+    step_ms, base = _mean([s.ms for s in steps.steps]), _mean([s.held_mb for s in steps.steps])
     curve = [((place + 0.5) / CURVE * step_ms, base + _mean(points[place])) for place in sorted(points)]
     most = sorted(added.items(), key=lambda item: -item[1])[:MOST_MEMORY_LINES]
     return curve, [(where, mb) for where, mb in most if where and mb > 0]
 
 
-def _memory(log: Json, marks: Sequence[Any], clean: list[Unit], windows: _Windows) -> MemoryRecord:
-    growths = [u.grown_mb for u in clean]
+def _memory(log: Json, marks: Sequence[Any], clean: list[Step], steps: _CleanSteps) -> MemoryRecord:
+    growths = [s.grown_mb for s in clean]
     slope = _mean(growths)
     low = slope
     if len(growths) > 2:
         low = slope - t_quantile(0.975, len(growths) - 1) * statistics.stdev(growths) / math.sqrt(len(growths))
     resident = [mark[3] / 1e6 for mark in marks]
-    curve, lines = _memory_over_steps(log["samples"], windows)
+    curve, lines = _memory_over_steps(log["samples"], steps)
     return MemoryRecord(
         peak_mb=max(resident),
         at_start_mb=resident[0],
         growth_mb=slope,
         growth_low_mb=low,
         rises=_mean([float(grown > max(RISE * slope, 0.0)) for grown in growths]),
-        page_faults=_mean([float(u.faults) for u in clean]),
+        page_faults=_mean([float(s.faults) for s in clean]),
         grows_at=log["growth"].get("site") or None,
         lines=tuple(lines),
         curve=tuple(curve),
     )
 
 
-def _timeline(spans: Sequence[Any], clean: list[Unit], median: float) -> tuple[SpanRecord, ...]:
-    unit = min(clean, key=lambda u: abs(u.ms - median))
-    inside = [span for span in spans if unit.start <= span[1] and span[2] <= unit.end]
+def _timeline(spans: Sequence[Any], clean: list[Step], median: float) -> tuple[SpanRecord, ...]:
+    step = min(clean, key=lambda s: abs(s.ms - median))
+    inside = [span for span in spans if step.start <= span[1] and span[2] <= step.end]
     longest = sorted(inside, key=lambda span: span[1] - span[2])[:MOST_SPANS]
     return tuple(
         SpanRecord(
             phase=cast(Phase, PHASES[phase]),
-            start_ms=(start - unit.start) * NS,
-            ms=(end - start) * NS,
+            start_ms=(start - step.start) * MS_PER_NS,
+            ms=(end - start) * MS_PER_NS,
             depth=depth - 1,
             name="",
         )

@@ -7,14 +7,14 @@ from trimtab.core.evidence import ProbeRecord
 from trimtab.hardware.peaks import Peaks
 from trimtab.measure.roofline import Dtype, Roofline, roofline
 
-MOST = 0.35
-"""Share of a step from which on a phase other than computing limits it."""
-SMALL = 0.5
-"""Share of the operators' time in operators below 10 microseconds from which on Python and torch's dispatch limit a step."""
-FAR = 0.25
-"""Share of what the roofline allows below which neither compute nor memory bandwidth limits a step."""
-BUSY = 0.1
-"""CPU time of other processes that is worth a word."""
+PHASE_SHARE = 0.35
+"""A phase other than computing limits a step from this share of it on."""
+SMALL_SHARE = 0.5
+"""Python and torch's dispatch limit a step if operators below 10 us take this share of the operators' time."""
+ROOF_SHARE = 0.25
+"""Compute or memory bandwidth limits a step that reaches this share of the roofline."""
+BUSY_SHARE = 0.1
+"""Share of the CPU time in other processes from which on the sentence mentions them."""
 BOUNDS = {"compute": "compute", "memory": "memory bandwidth"}
 COMPUTING = ("forward", "backward", "optimizer", "zero_grad")
 
@@ -22,19 +22,19 @@ COMPUTING = ("forward", "backward", "optimizer", "zero_grad")
 def bound(record: ProbeRecord, peaks: Peaks | None = None) -> Bound:
     """What limits a step of ``record``. ``peaks`` of the machine tell compute from memory bandwidth."""
     shares = {name: ms / record.step_ms for name, ms in record.phases.items() if record.step_ms > 0}
-    place = _placed(record, peaks)
-    share = None if place is None else round(place.share, 4)
+    roof = _roofline(record, peaks)
+    share = None if roof is None else round(roof.share, 4)
     if not shares:
         return Bound(kind="not known", sentence="No step was split into phases.")
-    if (data := shares.get("data", 0.0)) >= MOST:
+    if (data := shares.get("data", 0.0)) >= PHASE_SHARE:
         return Bound(kind="data", sentence=f"{data:.0%} of a step waits for data.", share=share)
-    if (wait := shares.get("communication", 0.0)) >= MOST:
+    if (wait := shares.get("communication", 0.0)) >= PHASE_SHARE:
         return Bound(kind="communication", sentence=f"{wait:.0%} of a step waits for other processes.", share=share)
     own = sum(ms for name, ms in shares.items() if name not in (*COMPUTING, "data", "copy", "communication", "synchronization"))
-    if own >= MOST:
+    if own >= PHASE_SHARE:
         sentence = f"{own:.0%} of a step is Python: the script's own lines, logging and saving, outside of the model."
         return Bound(kind="Python", sentence=sentence, share=share)
-    if record.small_operators >= SMALL:
+    if record.small_operators >= SMALL_SHARE:
         sentence = (
             f"{record.small_operators:.0%} of the operators' time is in those below 10 µs ({record.operator_calls:,.0f} a "
             "step): Python and torch's dispatch limit them."
@@ -42,22 +42,22 @@ def bound(record: ProbeRecord, peaks: Peaks | None = None) -> Bound:
         return Bound(kind="Python", sentence=sentence, share=share)
     computing = sum(shares.get(name, 0.0) for name in COMPUTING)
     head = f"{computing:.0%} of a step computes"
-    if place is not None and place.share >= FAR:
-        kind = BOUNDS[place.bound]
-        of = f"{place.achieved:,.3g} GFLOP/s, {place.share:.0%} of what {kind} allows here"
+    if roof is not None and roof.share >= ROOF_SHARE:
+        kind = BOUNDS[roof.bound]
+        of = f"{roof.achieved:,.3g} GFLOP/s, {roof.share:.0%} of what {kind} allows here"
         return Bound(kind=kind, sentence=f"{head}: {of}.", share=share)  # type: ignore[arg-type]
     if record.device != "cpu" and record.gpu_share is not None:
-        kind = "compute" if record.gpu_share >= 1 - MOST else "CPU"
+        kind = "compute" if record.gpu_share >= 1 - PHASE_SHARE else "CPU"
         return Bound(kind=kind, sentence=f"{head}; the GPU computes in {record.gpu_share:.0%} of it.")  # type: ignore[arg-type]
     busy = f"; the process uses {record.cpu_share:.0%} of {record.cores} cores" if record.cpu_share else ""
-    busy += f", others use {record.others_share:.0%}" if record.others_share >= BUSY else ""
-    roof = "Operations and bytes are not known, so there is no roofline."
-    if place is not None:
-        roof = f"It reaches {place.share:.0%} of what {BOUNDS[place.bound]} allows here."
-    return Bound(kind="CPU", sentence=f"{head}{busy}. {roof}", share=share)
+    busy += f", others use {record.others_share:.0%}" if record.others_share >= BUSY_SHARE else ""
+    reach = "Operations and bytes are not known, so there is no roofline."
+    if roof is not None:
+        reach = f"It reaches {roof.share:.0%} of what {BOUNDS[roof.bound]} allows here."
+    return Bound(kind="CPU", sentence=f"{head}{busy}. {reach}", share=share)
 
 
-def _placed(record: ProbeRecord, peaks: Peaks | None) -> Roofline | None:
+def _roofline(record: ProbeRecord, peaks: Peaks | None) -> Roofline | None:
     """The computing phases on the roofline; ``None`` if operations, bytes or peaks are not known."""
     flops, gbytes = sum(one.flops for one in record.operators), sum(one.gbytes for one in record.operators)
     seconds = sum(record.phases.get(name, 0.0) for name in COMPUTING) / 1e3
