@@ -12,7 +12,7 @@ from trimtab.core.finding import Finding
 from trimtab.core.script_settings import CodeEdit
 from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
-from trimtab.probe.patch import edited, moved
+from trimtab.probe.patch import make_patch, moved_site
 
 SCRIPT = """\
 import torch
@@ -40,7 +40,7 @@ def test_an_edit_replaces_the_statement_with_its_indentation(folder: pathlib.Pat
         finding("logging", "train.py:4", 'if step % 50 == 0:\n    writer.add_scalar("loss", step)'),
         finding("memory_growth", "train.py:7", "losses.append(loss.item())"),
     ]
-    patch, texts = edited(folder, edits)
+    patch, texts = make_patch(folder, edits)
     assert patch is not None
     assert set(patch.rules) == {"logging", "memory_growth"}
     assert texts[folder / "train.py"].splitlines()[3:] == [
@@ -64,25 +64,25 @@ def test_edits_that_do_not_fit_are_left_out_with_the_reason(folder: pathlib.Path
         finding("elsewhere", "other.py:1", "pass"),
         finding("incomplete", "train.py:3", None),
     ]
-    patch, _ = edited(folder, edits)
+    patch, _ = make_patch(folder, edits)
     assert patch is not None
     assert patch.rules == ("good",)
     assert [reason.partition(" ")[0] for reason in patch.left_out] == ["far", "second", "broken", "other.py"]
 
 
 def test_without_a_complete_edit_there_is_no_patch(folder: pathlib.Path) -> None:
-    assert edited(folder, [finding("incomplete", "train.py:3", None)]) == (None, {})
+    assert make_patch(folder, [finding("incomplete", "train.py:3", None)]) == (None, {})
 
 
 def test_lines_are_found_again_in_the_patched_file(folder: pathlib.Path) -> None:
-    _, texts = edited(
+    _, texts = make_patch(
         folder, [finding("logging", "train.py:4", "if step % 50 == 0:\n    print(step)\n    print(step)\n    pass")]
     )
     new = {str(path): text for path, text in texts.items()}
-    sites = [moved(f"train.py:{line}", folder, new) for line in (1, 4, 7)]
+    sites = [moved_site(f"train.py:{line}", folder, new) for line in (1, 4, 7)]
     assert sites == ["train.py:1", "train.py:4", "train.py:8"]
-    assert moved("other.py:3", folder, new) == "other.py:3"
-    assert moved("somewhere", folder, new) == "somewhere"
+    assert moved_site("other.py:3", folder, new) == "other.py:3"
+    assert moved_site("somewhere", folder, new) == "somewhere"
 
 
 def test_a_patched_script_runs_in_the_overlay_and_the_script_stays(tmp_path: pathlib.Path) -> None:

@@ -26,7 +26,7 @@ from trimtab.execution.temporary_folders import remove_temporary_folder, tempora
 from trimtab.importers.load import load_workload
 from trimtab.probe.command import Command
 from trimtab.probe.diagnosis import BUDGET_S, diagnose
-from trimtab.probe.tracing import Schedule, traced
+from trimtab.probe.tracing import Schedule, record_traces
 from trimtab.probe.workload_script import script_of
 from trimtab.report.doctor_page import html
 from trimtab.report.doctor_trace import trace
@@ -242,7 +242,7 @@ def examine(request: Request, on_progress: Callable[[str], None] | None = None) 
     if request.trace is not None or request.nvtx:
         if on_progress is not None:
             on_progress("running once more for the traces")
-        made, note = traced(
+        made, note = record_traces(
             request.command,
             found.record,
             schedule=None if request.trace is None else request.schedule,

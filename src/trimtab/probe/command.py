@@ -18,13 +18,13 @@ class Command:
     """A command line that runs a script, as a person would type it."""
 
     argv: tuple[str, ...]
-    """What is executed; the first word is a path."""
+    """The executed command line; its first word is a path."""
     script: pathlib.Path | None
     """The script's file, where it is known."""
     folder: pathlib.Path
-    """That call sites are told relative to."""
+    """Folder that call sites are relative to."""
     name: str
-    """For people: ``train.py``, or the module's name."""
+    """Display name: ``train.py``, or the name of the module."""
 
     @classmethod
     def of(

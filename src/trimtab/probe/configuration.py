@@ -34,13 +34,13 @@ class Conditions:
     cpu: str
     cores: int
     gpu: str
-    """Of the first one; empty without one."""
+    """Name of the first GPU; empty without one."""
     torch: str
     python: str
 
     @classmethod
     def here(cls) -> Conditions:
-        """Those of this machine and this interpreter."""
+        """The conditions of this machine and this interpreter."""
         return cls(
             cpu=system.cpu_name(),
             cores=system.usable_cores(),
@@ -51,7 +51,7 @@ class Conditions:
 
 
 def _gpu() -> str:
-    """The first NVIDIA GPU as the driver names it; nothing is initialized for that."""
+    """Name of the first NVIDIA GPU, read from the driver's files without initializing CUDA."""
     for path in sorted(pathlib.Path("/proc/driver/nvidia/gpus").glob("*/information")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("Model:"):
@@ -64,13 +64,13 @@ class Evidence:
     """What was measured when settings were chosen."""
 
     speedup: tuple[float, float, float]
-    """Of a step: value, lower and upper bound of the 95% interval."""
+    """Speed-up of a step: value, and bounds of the 95% interval."""
     losses: str
     """``equal`` to the bit or ``within rounding``."""
     steps: int
     """Steps whose losses were compared."""
     step_ms: float
-    """As written."""
+    """Milliseconds of a step as written."""
     one_thread: bool = False
     """Whether both sides were timed with one thread, because the machine was busy."""
 
@@ -103,7 +103,7 @@ class Configuration:
         """Read a file that :meth:`write` wrote.
 
         Raises:
-            UsageError: the file cannot be read, or is not one of those.
+            UsageError: the file cannot be read, or has another format.
         """
         try:
             with path.open("rb") as file:
@@ -114,7 +114,7 @@ class Configuration:
         return from_json(cls, {**found, "command": script.get("command"), "files": script.get("sha256")})
 
     def write(self, path: pathlib.Path, *, overwrite: bool = False) -> None:
-        """Write the file at once.
+        """Write the file atomically.
 
         Raises:
             UsageError: there is a file, and ``overwrite`` is false.
@@ -133,7 +133,7 @@ class Configuration:
         write_text(path, HEAD + "".join(_toml(tables, ())))
 
     def differences(self, command: Command) -> list[str]:
-        """What is not as it was when the settings were found, as sentences: files of the script, machine, versions."""
+        """Changes since the settings were measured, as sentences: files of the script, machine, versions."""
         found = []
         for name, known in self.files.items():
             now = _sha256(command.folder / name)
@@ -157,7 +157,7 @@ def refuse_existing(path: pathlib.Path, overwrite: bool) -> None:
         raise UsageError(f"There is a {path} already. Give --overwrite to replace it, or another path with --out.")
 
 
-def spoken(command: Command) -> tuple[str, ...]:
+def command_words(command: Command) -> tuple[str, ...]:
     """The words of the command line, without the path of the interpreter."""
     words = command.argv
     return ("python", *words[1:]) if words[0] == sys.executable else (os.path.basename(words[0]), *words[1:])

@@ -1,4 +1,4 @@
-"""Where the writes of a watched script go: an overlay of its folders where the kernel allows it.
+"""Redirect the writes of a watched script to an overlay of its folders, if the kernel allows it.
 
 Linux lets a process of any user see a folder through an overlay: reads come from the folder, writes land in a scratch folder,
 paths stay the same. Overlaid are every folder at the root of the file system, except those of the system and for temporary
@@ -16,21 +16,21 @@ import tempfile
 
 from trimtab.probe.command import Command
 
-SYSTEM = frozenset(
+SYSTEM_FOLDERS = frozenset(
     {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "lost+found", "opt", "proc", "run", "sbin", "snap", "sys"}
     | {"tmp", "usr", "var"}
 )
 
 
-def folders(command: Command) -> list[str]:
-    """The folders that writes are kept from, none within another."""
+def overlay_folders(command: Command) -> list[str]:
+    """The folders that get an overlay; none is within another."""
     if sys.platform != "linux":
         return [str(command.folder)]
-    top = [f"/{name}" for name in sorted(os.listdir("/")) if name not in SYSTEM]
+    top = [f"/{name}" for name in sorted(os.listdir("/")) if name not in SYSTEM_FOLDERS]
     wanted = [path for path in top if os.path.isdir(path) and not os.path.islink(path)]
     for path in (os.getcwd(), str(command.folder), os.path.expanduser("~")):
         real = os.path.realpath(path)
-        if real.count("/") > 1 or real not in ("/", *(f"/{name}" for name in SYSTEM)):
+        if real.count("/") > 1 or real not in ("/", *(f"/{name}" for name in SYSTEM_FOLDERS)):
             wanted.append(real)
     found: list[str] = []
     for path in sorted(set(wanted), key=len):
@@ -40,7 +40,7 @@ def folders(command: Command) -> list[str]:
 
 
 def scratch_folder(kept: list[str]) -> str:
-    """A new folder outside ``kept``, for what the processes leave, and for the overlays' upper layers."""
+    """A new temporary folder outside of ``kept``, for output files and the upper layers of the overlays."""
     for root in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
         real = os.path.realpath(root)
         outside = not any((real + "/").startswith(path + "/") for path in kept)
@@ -49,7 +49,7 @@ def scratch_folder(kept: list[str]) -> str:
     return tempfile.mkdtemp(prefix="trimtab-probe-")
 
 
-def written(scratch: pathlib.Path, layers: dict[str, str]) -> list[str]:
+def written_files(scratch: pathlib.Path, layers: dict[str, str]) -> list[str]:
     """Files that were written below overlaid folders, and files and folders that were removed there, as paths relative to the
     current folder where they lie in it."""
     found = []

@@ -1,4 +1,4 @@
-"""What settings would bring to a script: the script is run with them and timed in turns with the script as written."""
+"""Counterfactual measurements: a script is run with settings and timed alternately with the script as written."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from trimtab.probe.serving import ScriptEnded, ScriptFailed, ServedScript
 from trimtab.report.doctor_words import described
 
 TIMING_SHARE = 0.6
-"""Share of the time for timing; the rest is for the comparison of losses."""
+"""Share of the budget for timing; the rest is for the comparison of losses."""
 LEAST_S, MOST_S = 2.0, 12.0
-"""Seconds of one comparison."""
+"""Least and most seconds of one comparison."""
 SHORT_SHARE, SHORTEST_S = 0.35, 0.2
-"""Share of the steps' time of a script that ended while it was watched for one comparison, and the least seconds."""
+"""Time of one comparison for a script that ended while watched: share of the time of its steps, and least seconds."""
 MOST_REFINED = 3
 """Settings that are measured twice if the first interval is not sure."""
 WIDTH = 0.03
 """An interval that is narrower than this share of the ratio ends a comparison."""
 TRIES = 3
-"""Starts for one candidate of a script that ends before it is timed, each with half the seconds of the one before."""
+"""Starts per candidate if the script ends before it is timed. Each start halves the time of the comparison."""
 TOO_SHORT = "The script ends before enough of its steps can be timed; run it with more steps or epochs."
 OUT_OF_TIME = "There was no time left to measure it; give more with --budget."
 
@@ -48,7 +48,7 @@ class Outcome:
     """Why there is no gain, as a sentence."""
     how: Literal["one process", "fresh processes"] = "one process"
     undecided: bool = False
-    """Whether the losses were compared, and told nothing."""
+    """Whether the losses were compared without a decision."""
     one_thread: bool = False
     """Whether both sides computed with one thread, because other processes used the CPUs."""
 
@@ -71,16 +71,16 @@ def measure(
     on_progress: OnProgress = None,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """Measure each of ``settings`` against the script as written, within about ``seconds``. ``on_outcome`` is told each outcome
+    """Measure each of ``settings`` against the script as written, within about ``seconds``. ``on_outcome`` gets each outcome
     as soon as it is known, and again when its losses were compared.
 
-    Settings that can be switched between two steps are timed in turns in one process, which starts once. Settings that are
-    chosen when objects are made get a process of their own, after the others unless they come first in ``settings``. Losses are
-    compared for those that may be faster, the fastest first. Settings with which the script crashes are ``failed`` with its
-    last exception; the others go on.
+    Settings that can be switched between two steps are timed alternately in one process. Settings that take effect only when
+    objects are created get their own processes; these come last unless they come first in ``settings``. Losses are
+    compared for settings that may be faster, the fastest first. If the script crashes, the outcome is ``failed`` with its
+    last exception, and the remaining settings are still measured.
     """
     measuring = _Measuring(command, record, seconds, in_place, on_progress)
-    measuring.keep = on_outcome or measuring.keep
+    measuring.on_outcome = on_outcome or measuring.on_outcome
     return measuring.run(settings)
 
 
@@ -93,7 +93,7 @@ def compare_losses(
     in_place: bool = False,
     on_progress: OnProgress = None,
 ) -> list[Outcome]:
-    """``outcomes`` of :func:`measure` with the losses that there was no time for, of those that may be faster."""
+    """Compare the losses that :func:`measure` had no time for. Returns ``outcomes`` with them."""
     if seconds <= 0 or not any(map(needs_losses, outcomes)):
         return list(outcomes)
     return _Measuring(command, record, seconds, in_place, on_progress).with_all_losses(outcomes)
@@ -104,7 +104,7 @@ def confirm(
 ) -> Outcome:
     """Measure ``settings`` against the script as written in fresh processes, and compare the losses."""
     measuring = _Measuring(command, record, seconds, in_place, None)
-    outcome = measuring.in_fresh(settings, max(LEAST_S, TIMING_SHARE * seconds - 2 * record.start_s))
+    outcome = measuring.time_fresh(settings, max(LEAST_S, TIMING_SHARE * seconds - 2 * record.start_s))
     return measuring.with_losses(outcome)
 
 
@@ -113,45 +113,45 @@ class _Measuring:
 
     def __init__(self, command: Command, record: ProbeRecord, seconds: float, in_place: bool, on_progress: OnProgress) -> None:
         self.command, self.record, self.in_place = command, record, in_place
-        self.begun, self.seconds = time.monotonic(), seconds
-        self.told = on_progress or (lambda words: None)
-        self.keep: Callable[[Outcome], None] = lambda outcome: None
+        self.start, self.seconds = time.monotonic(), seconds
+        self.progress = on_progress or (lambda words: None)
+        self.on_outcome: Callable[[Outcome], None] = lambda outcome: None
         self.losses = LossRuns(command, record, in_place=in_place)
         found = other_load()
         self.busy = found if found is not None and found.busy else None
         self.one_thread = self.busy is not None and record.threads > 1
-        self.base = ScriptSettings(threads=1) if self.one_thread else ScriptSettings()
-        """Of both sides of every comparison."""
+        self.baseline = ScriptSettings(threads=1) if self.one_thread else ScriptSettings()
+        """Settings of both sides of every comparison."""
         if self.one_thread:
-            self.told(f"busy machine: {self.busy}, so that both sides are timed with one thread")
+            self.progress(f"busy machine: {self.busy}, so that both sides are timed with one thread")
 
     @property
     def left(self) -> float:
-        """Seconds of the whole that are left."""
-        return self.begun + self.seconds - time.monotonic()
+        """Seconds of the budget that are left."""
+        return self.start + self.seconds - time.monotonic()
 
     def run(self, settings: Sequence[ScriptSettings]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
         fresh = [i for i, each in enumerate(settings) if each.fresh]
         switched = {i: each for i, each in enumerate(settings) if not each.fresh}
         remedies = [i for i, each in switched.items() if each.without is None]
-        first = [i for i in fresh if i < min(remedies, default=len(settings))]  # by the evidence these bring the most
-        self._in_fresh_each(first, settings, found, len(settings), 2 * (len(fresh) - len(first)) + bool(switched))
-        found |= self._screen(switched, len(fresh) - len(first))
-        self._in_fresh_each(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)
+        first = [i for i in fresh if i < min(remedies, default=len(settings))]  # they have the strongest evidence
+        self._time_each_fresh(first, settings, found, len(settings), 2 * (len(fresh) - len(first)) + bool(switched))
+        found |= self._time_switched(switched, len(fresh) - len(first))
+        self._time_each_fresh(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)
         return self.with_all_losses([found[i] for i in range(len(settings))])
 
     def with_all_losses(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """``outcomes`` with the losses compared of those that may be faster, the fastest first, while there is time."""
+        """Compare the losses of outcomes that may be faster, the fastest first, while time is left."""
         found = list(outcomes)
-        for i in sorted(range(len(found)), key=lambda i: -_promise(found[i])):
+        for i in sorted(range(len(found)), key=lambda i: -_upper_speedup(found[i])):
             if needs_losses(found[i]) and self.left > self.losses.next_s:
-                self.told(f"comparing the losses: {described(found[i].settings)}")
+                self.progress(f"comparing the losses: {described(found[i].settings)}")
                 found[i] = self.with_losses(found[i])
-                self.keep(found[i])
+                self.on_outcome(found[i])
         return found
 
-    def _in_fresh_each(
+    def _time_each_fresh(
         self,
         which: Sequence[int],
         settings: Sequence[ScriptSettings],
@@ -159,55 +159,53 @@ class _Measuring:
         comparisons: int,
         later_starts: int,
     ) -> None:
-        """Add to ``found`` those of ``settings`` that take fresh processes; ``comparisons`` are left, these included."""
+        """Time the settings at the indices ``which`` and add them to ``found``; ``comparisons`` are left, these included."""
         for place, i in enumerate(which):
-            self.told(f"in fresh processes: {described(settings[i])}")
+            self.progress(f"in fresh processes: {described(settings[i])}")
             seconds = self._seconds_for(comparisons - place, 2 * (len(which) - place) + later_starts)
-            found[i] = self.in_fresh(settings[i], seconds) if self._time_for(seconds) else _failed(settings[i], OUT_OF_TIME)
-            self.keep(found[i])
+            found[i] = self.time_fresh(settings[i], seconds) if self._has_time(seconds) else _failed(settings[i], OUT_OF_TIME)
+            self.on_outcome(found[i])
 
     def _seconds_for(self, comparisons: int, starts: int) -> float:
-        """Seconds of one of the ``comparisons`` that are left, between which the script must be started ``starts`` times."""
+        """Seconds for one comparison, if ``comparisons`` are left that need ``starts`` further starts of the script."""
         spare = self.left - (1 - TIMING_SHARE) * self.seconds - starts * self.record.start_s
         seconds = max(LEAST_S, min(MOST_S, spare / max(1, comparisons)))
         if self.record.finished:  # a script of few steps is started again for each two or three comparisons
             seconds = min(seconds, max(SHORTEST_S, SHORT_SHARE * self.record.run_s.get("steps", seconds)))
         return seconds
 
-    def _time_for(self, seconds: float) -> bool:
+    def _has_time(self, seconds: float) -> bool:
         return self.left > min(seconds, LEAST_S) + self.record.start_s
 
     def _serve(self, settings: ScriptSettings) -> ServedScript:
-        return ServedScript(
-            self.command, self.record, settings, seconds=max(60.0, 2 * self.left), in_place=self.in_place
-        )  # fmt: skip
+        return ServedScript(self.command, self.record, settings, seconds=max(60.0, 2 * self.left), in_place=self.in_place)
 
     # in one process
 
-    def _screen(self, settings: dict[int, ScriptSettings], fresh: int) -> dict[int, Outcome]:
-        """Each of ``settings`` in one process, and in a new one after each that ended the script. ``fresh`` others follow."""
+    def _time_switched(self, settings: dict[int, ScriptSettings], fresh: int) -> dict[int, Outcome]:
+        """Time ``settings`` in one process; after a crash a new process goes on. ``fresh`` comparisons follow afterwards."""
         found: dict[int, Outcome] = {}
         tries = dict.fromkeys(settings, 0)
         waiting = list(settings)
         while waiting:
-            if not self._time_for(LEAST_S):
+            if not self._has_time(LEAST_S):
                 return found | {i: _failed(settings[i], OUT_OF_TIME) for i in waiting}
             first = waiting[0]
             tries[first] += 1
             try:
-                with self._serve(self.base) as script:
+                with self._serve(self.baseline) as script:
                     while waiting and self.left > 0:
                         i = waiting[0]
-                        self.told(described(settings[i]))
+                        self.progress(described(settings[i]))
                         seconds = self._seconds_for(len(waiting) + fresh, 2 * fresh)
-                        found[i] = self._switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
-                        self.keep(found[i])
+                        found[i] = self._compare_switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
+                        self.on_outcome(found[i])
                         waiting.pop(0)
-                    with contextlib.suppress(ScriptFailed, ScriptEnded, MeasurementError):  # what is known stands
+                    with contextlib.suppress(ScriptFailed, ScriptEnded, MeasurementError):  # earlier results are kept
                         self._refine(script, found, fresh)
             except ScriptFailed as error:
                 found[waiting[0]] = _failed(settings[waiting[0]], str(error))
-                self.keep(found[waiting[0]])
+                self.on_outcome(found[waiting[0]])
                 waiting.pop(0)
             except ScriptEnded:
                 if waiting[0] == first and tries[first] >= TRIES:
@@ -218,26 +216,26 @@ class _Measuring:
         return found
 
     def _refine(self, script: ServedScript, found: dict[int, Outcome], fresh: int) -> None:
-        """Measure once more what may pay but is not sure, the most promising first, while time is left."""
+        """Repeat unclear measurements of settings that may pay, by upper bound of the speed-up, while time is left."""
         unsure = [i for i, each in found.items() if each.gain is not None and each.settings.without is None]
         unsure = [i for i in unsure if (gain := found[i].gain) and gain.value >= 1 + LEAST_GAIN and not gain.faster]
-        for n, i in enumerate(sorted(unsure, key=lambda i: -_promise(found[i]))[:MOST_REFINED]):
+        for n, i in enumerate(sorted(unsure, key=lambda i: -_upper_speedup(found[i]))[:MOST_REFINED]):
             if self.left < (1 - TIMING_SHARE) * self.seconds + fresh * (LEAST_S + 2 * self.record.start_s) + LEAST_S:
                 return
-            self.told(f"once more: {described(found[i].settings)}")
-            again = self._switched(script, found[i].settings, self._seconds_for(len(unsure) - n + fresh, 2 * fresh))
+            self.progress(f"once more: {described(found[i].settings)}")
+            again = self._compare_switched(script, found[i].settings, self._seconds_for(len(unsure) - n + fresh, 2 * fresh))
             before = found[i].gain
             if again.gain is not None and before is not None and again.gain.width < before.width:
                 found[i] = again
-                self.keep(again)
+                self.on_outcome(again)
 
-    def _switched(self, script: ServedScript, settings: ScriptSettings, seconds: float) -> Outcome:
+    def _compare_switched(self, script: ServedScript, settings: ScriptSettings, seconds: float) -> Outcome:
         if self.busy is not None and settings.threads is not None:
             return _failed(settings, f"Numbers of threads cannot be compared now: {self.busy}.")
-        with _gone(script):
+        with _explain_end(script):
             ratio = compare(
-                script.side(self.base.merged(settings)),
-                script.side(self.base),
+                script.runner(self.baseline.merged(settings)),
+                script.runner(self.baseline),
                 width=WIDTH,
                 seconds=seconds,
                 min_quads=4,
@@ -248,12 +246,12 @@ class _Measuring:
 
     # in fresh processes
 
-    def in_fresh(self, settings: ScriptSettings, seconds: float) -> Outcome:
-        """``settings`` in a process of their own against a new one of the script as written."""
+    def time_fresh(self, settings: ScriptSettings, seconds: float) -> Outcome:
+        """Time ``settings`` in a new process against another new process of the script as written."""
         failed = TOO_SHORT
         for attempt in range(TRIES):
             try:
-                gain = self._pair(settings, seconds / 2**attempt)
+                gain = self._compare_fresh(settings, seconds / 2**attempt)
                 return Outcome(settings=settings, gain=gain, how="fresh processes", one_thread=self.one_thread)
             except ScriptEnded:
                 continue
@@ -262,12 +260,12 @@ class _Measuring:
                 break
         return dataclasses.replace(_failed(settings, failed), how="fresh processes")
 
-    def _pair(self, settings: ScriptSettings, seconds: float) -> Interval:
-        given = self.base.merged(settings)
-        with self._serve(given) as candidate, self._serve(self.base) as written, _gone(candidate, written):
+    def _compare_fresh(self, settings: ScriptSettings, seconds: float) -> Interval:
+        given = self.baseline.merged(settings)
+        with self._serve(given) as candidate, self._serve(self.baseline) as written, _explain_end(candidate, written):
             return compare(
-                candidate.side(given),
-                written.side(self.base),
+                candidate.runner(given),
+                written.runner(self.baseline),
                 width=WIDTH,
                 seconds=seconds,
                 min_quads=4,
@@ -287,12 +285,12 @@ class _Measuring:
 
 
 @contextlib.contextmanager
-def _gone(*scripts: ServedScript) -> Iterator[None]:
-    """Turn a lost connection into the reason for which a script ended."""
+def _explain_end(*scripts: ServedScript) -> Iterator[None]:
+    """Replace the error of a lost connection by the reason why a script ended."""
     try:
         yield
     except MeasurementError as error:
-        found = [script.why_gone(error) for script in scripts]
+        found = [script.end_reason(error) for script in scripts]
         ended = [each for each in found if isinstance(each, ScriptEnded)]
         raise (ended or found)[0] from error
 
@@ -301,12 +299,12 @@ def _failed(settings: ScriptSettings, why: str) -> Outcome:
     return Outcome(settings=settings, failed=why, how="fresh processes" if settings.fresh else "one process")
 
 
-def _promise(outcome: Outcome) -> float:
-    """The speed-up that is possible; 0 if there is none."""
+def _upper_speedup(outcome: Outcome) -> float:
+    """Upper bound of the speed-up; 0 if the script was not faster."""
     return outcome.gain.high if outcome.gain is not None and outcome.gain.value > 1.0 else 0.0
 
 
 def needs_losses(outcome: Outcome) -> bool:
-    """Whether the settings may be faster, can be kept, and their losses were not compared."""
-    untold = outcome.losses == "not compared" and not outcome.undecided
-    return _promise(outcome) > 1.0 and outcome.settings.without is None and untold
+    """Whether the losses are still to be compared: the settings may be faster, can be applied, and were not compared."""
+    not_compared = outcome.losses == "not compared" and not outcome.undecided
+    return _upper_speedup(outcome) > 1.0 and outcome.settings.without is None and not_compared

@@ -19,7 +19,7 @@ from trimtab.probe.command import Command
 from trimtab.probe.counterfactuals import Outcome
 from trimtab.probe.findings import run_checks
 from trimtab.probe.observe import observe
-from trimtab.probe.patch import edited
+from trimtab.probe.patch import make_patch
 from trimtab.probe.score import score
 from trimtab.report.doctor_words import described
 
@@ -196,7 +196,7 @@ class _Measured:
 
     def patch(self, findings: Sequence[Finding], seconds: float) -> Patch | None:
         """The patch of the complete edits, and its gain: the patched script in the overlay against the script as written."""
-        found, texts = edited(pathlib.Path(self._command.folder), findings)
+        found, texts = make_patch(pathlib.Path(self._command.folder), findings)
         if found is None:
             return None
         if self._record.contained != "overlay":

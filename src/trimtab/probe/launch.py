@@ -53,7 +53,7 @@ class ScriptProcess:
     """
 
     def __init__(self, command: Command, plan: Mapping[str, Any], *, in_place: bool = False) -> None:
-        kept = [] if in_place else containment.folders(command)
+        kept = [] if in_place else containment.overlay_folders(command)
         self.folder = pathlib.Path(containment.scratch_folder(kept))
         """Holds the log, the overlays' upper layers, and ``out``."""
         self.out = self.folder / "out"
@@ -110,7 +110,7 @@ class ScriptProcess:
 
     def written(self) -> list[str]:
         """Files that the script wrote or removed below overlaid folders."""
-        return containment.written(self.folder, self._containment().get("layers", {}))
+        return containment.written_files(self.folder, self._containment().get("layers", {}))
 
     def log(self, lines: int = 40) -> str:
         """The end of what the script printed."""

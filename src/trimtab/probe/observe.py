@@ -65,8 +65,8 @@ def observe(
     if busy is not None:  # threads that wait for each other's cores would be most of the split, and not of the script
         plan["settings"] = {"threads": 1}
     with ScriptProcess(command, plan, in_place=in_place) as process:
-        tell = on_progress or (lambda _: None)
-        tell(f"watching {command.name}")
+        progress = on_progress or (lambda _: None)
+        progress(f"watching {command.name}")
         metering = Metering()
         limit = time.monotonic() + seconds + min(GRACE_S, max(5.0, seconds))
         code = None
@@ -81,13 +81,13 @@ def observe(
             default=None,
         )
         guarded = _read(process.out, "guarded.json")
-        _remove_made(process.out)
+        _remove_created(process.out)
         if log is None:
-            raise _nothing(command, process, code, seconds, guarded)
+            raise _no_record(command, process, code, seconds, guarded)
         log["reading"] = _lines(process.out / READING)
         log["arrivals"] = [log["arrivals"], *(found["ns"] for found in _read(process.out, "arrivals-*.json"))]
         written = process.written()
-        listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_known(path, written))])
+        listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_listed(path, written))])
         notes = [*process.notes(), *_guard_notes(guarded)]
         if busy is not None and log["threads"] > 1:
             notes.append(f"Busy machine: {busy}, so the script was watched with one thread in place of {log['threads']}.")
@@ -100,9 +100,9 @@ def observe(
             children=tuple(log["children"]),
             contained=process.contained,
         )
-        tell(f"{record.steps} steps of {record.step_ms:.3g} ms were measured; the first came after {record.start_s:.1f} s")
+        progress(f"{record.steps} steps of {record.step_ms:.3g} ms were measured; the first came after {record.start_s:.1f} s")
         if record.network:
-            tell(f"each further run connects to {', '.join(record.network)}, as the script does")
+            progress(f"each further run connects to {', '.join(record.network)}, as the script does")
         used = metering.used([mark[0] for mark in log["marks"]])
         return dataclasses.replace(record, notes=(*record.notes, *notes), **used)
 
@@ -121,11 +121,11 @@ def _lines(path: pathlib.Path) -> list[Any]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _is_known(path: str, written: list[str]) -> bool:
+def _is_listed(path: str, written: list[str]) -> bool:
     return os.path.relpath(path) in written or os.path.abspath(path) in written or os.path.isdir(path)
 
 
-def _remove_made(out: pathlib.Path) -> None:
+def _remove_created(out: pathlib.Path) -> None:
     """Delete the files that a guarded script made."""
     path = out / "made.txt"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -142,7 +142,7 @@ def _guard_notes(guarded: list[dict[str, Any]]) -> list[str]:
     return [f"The run ended early: {found['site']} was about to write {found['path']}, which existed." for found in guarded]
 
 
-def _nothing(
+def _no_record(
     command: Command, process: ScriptProcess, code: int | None, seconds: float, guarded: list[dict[str, Any]]
 ) -> UsageError | WorkloadError:
     """Why there is no record."""

@@ -16,7 +16,7 @@ from trimtab.core.script_settings import CodeEdit
 _SITE = re.compile(r"^(?P<file>.+):(?P<line>\d+)$")
 
 
-def edited(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch | None, Mapping[pathlib.Path, str]]:
+def make_patch(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch | None, Mapping[pathlib.Path, str]]:
     """The complete edits of ``findings`` as a patch of the files in ``folder``, and the new text of each file.
 
     An edit replaces the statement that begins at its line. Of two edits of a line the first wins. An edit after which its file
@@ -36,7 +36,7 @@ def edited(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch | N
             left_out.append(f"{name} is not a file of the script's folder")
             continue
         before = path.read_text(encoding="utf-8")
-        after, done, refused = _applied(before, edits)
+        after, done, refused = _apply_edits(before, edits)
         left_out += refused
         if after == before:
             continue
@@ -49,9 +49,8 @@ def edited(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch | N
     return Patch(text="".join(diffs), rules=tuple(dict.fromkeys(rules)), left_out=tuple(left_out)), texts
 
 
-def moved(site: str, folder: pathlib.Path, texts: Mapping[str, str]) -> str:
-    """Where the line at ``site`` stands in files with the new ``texts``, by path. A replaced line becomes the first of its new
-    ones."""
+def moved_site(site: str, folder: pathlib.Path, texts: Mapping[str, str]) -> str:
+    """The new site of a line after files were changed to ``texts``; for a replaced line, the first of its new lines."""
     match = _SITE.match(site)
     path = None if match is None else os.path.join(folder, match["file"])
     if match is None or path is None or path not in texts:
@@ -74,10 +73,10 @@ def _terminated(lines: object) -> list[str]:
     return found
 
 
-def _applied(text: str, edits: Sequence[tuple[Finding, CodeEdit, int]]) -> tuple[str, list[str], list[str]]:
-    """``text`` with the edits that fit it, the rules of those, and the reasons of the others."""
+def _apply_edits(text: str, edits: Sequence[tuple[Finding, CodeEdit, int]]) -> tuple[str, list[str], list[str]]:
+    """Apply edits. Returns the new text, the rules of the applied edits, and a reason for each refused one."""
     rules, refused, taken = list[str](), list[str](), set[int]()
-    for finding, edit, number in sorted(edits, key=lambda each: -each[2]):  # from below, so that numbers stay right
+    for finding, edit, number in sorted(edits, key=lambda each: -each[2]):  # from the last line up: numbers stay valid
         lines = text.splitlines(keepends=True)
         if number in taken:
             if finding.rule not in rules:

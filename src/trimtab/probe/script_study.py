@@ -33,7 +33,7 @@ class ScriptStudy:
     def __init__(self, folder: pathlib.Path, command: Command, fresh: bool) -> None:
         self.folder = folder
         identity = {
-            "command": list(configuration.spoken(command)),
+            "command": list(configuration.command_words(command)),
             "text of the script": configuration.fingerprints(command, ScriptSettings()),
             "machine": to_json(Conditions.here()),
         }

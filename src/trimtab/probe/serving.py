@@ -1,4 +1,4 @@
-"""A script in a process of its own, whose steps are timed on request."""
+"""Run a script in its own process, and time its steps on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import Sample
 from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
-from trimtab.probe.patch import moved
+from trimtab.probe.patch import moved_site
 
 SOCKET = "turns"
 POLL_S = 0.02
@@ -27,7 +27,7 @@ CONNECT_S = 20.0
 ENDS_S = 5.0
 """Seconds that a process may take to end after its connection was lost."""
 SLOWER_START = 3.0
-"""Factor on the time to the first step after which a start counts as failed: two processes that start at once take longer."""
+"""A start fails after this multiple of the time to the first step. Two processes that start at once take longer than one."""
 
 
 class ScriptFailed(Exception):
@@ -52,12 +52,12 @@ class ServedScript:
         self._key = secrets.token_hex(16)
         self._seconds = max(20.0, min(seconds, SLOWER_START * record.start_s + 20.0))
         self._limit_s = max(30.0, seconds)
-        anchor = anchor_of(record) | {"site": moved(record.anchor_site, command.folder, settings.files)}
+        anchor = anchor_of(record) | {"site": moved_site(record.anchor_site, command.folder, settings.files)}
         plan = {"mode": "turns", "anchor": anchor, "settings": to_json(settings), "key": self._key}
         self.has_workers = any(loader.workers for loader in record.loaders) or any(
             loader.workers for loader in settings.loaders.values()
         )
-        """Whether other processes read the data, whose waiting for a core the script's own threads do not show."""
+        """Whether loader workers read the data. The script's own threads do not show how long these wait for a core."""
         self.current: dict[str, Any] = to_json(settings)
         self.process = ScriptProcess(command, plan, in_place=in_place)
 
@@ -86,7 +86,7 @@ class ServedScript:
         self.process.__exit__(kind, error, trace)
 
     def check(self) -> None:
-        """Raise if the script is not running any more."""
+        """Raise ``ScriptEnded`` or ``ScriptFailed`` if the script is not running any more."""
         code = self.process.poll()
         if code is None:
             return
@@ -94,8 +94,8 @@ class ServedScript:
             raise ScriptEnded
         raise ScriptFailed(failure(self.process.log(200), code))
 
-    def why_gone(self, error: MeasurementError) -> Exception:
-        """What ``error``, which a lost connection gave, was about."""
+    def end_reason(self, error: MeasurementError) -> Exception:
+        """The reason why the script ended, after a lost connection raised ``error``."""
         deadline = time.monotonic() + ENDS_S
         while self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -105,15 +105,15 @@ class ServedScript:
             return found
         return ScriptFailed(str(error))
 
-    def side(self, settings: ScriptSettings) -> Turns:
-        """A runner whose blocks run with ``settings``."""
-        return Turns(self, settings)
+    def runner(self, settings: ScriptSettings) -> StepRunner:
+        """A runner that times steps with ``settings``."""
+        return StepRunner(self, settings)
 
 
-class Turns:
-    """A :class:`~trimtab.measure.timer.Runner` of the steps of a script with some settings, switched to before a block.
+class StepRunner:
+    """A :class:`~trimtab.measure.timer.Runner` of a script's steps. It applies its settings before each block.
 
-    All calls of a block get their mean: what steps cost now and then, as for a log or a longer batch, counts with its share.
+    Every call of a block gets the mean of the block, so that occasional costs, such as a log, count with their share.
     """
 
     def __init__(self, script: ServedScript, settings: ScriptSettings) -> None:
@@ -156,19 +156,19 @@ def failure(log: str, code: int) -> str:
     """One sentence about a script that failed: the last exception of its log with the line of the script, or its exit code."""
     lines = log.splitlines()
     crash = next((i for i, line in enumerate(lines) if line.startswith("Fatal Python error:")), None)
-    if crash is not None:  # of a crash in compiled code Python tells the innermost line first
-        return f"{lines[crash].rstrip('.')}{_own(lines[crash:], 0)}."
+    if crash is not None:  # faulthandler prints the innermost frame first
+        return f"{lines[crash].rstrip('.')}{_script_line(lines[crash:], 0)}."
     for i in range(len(lines) - 1, -1, -1):
         match = _ERROR.match(lines[i])
         if match is not None:
-            return f"{match[1][:300].rstrip('.')}{_own(lines[max(0, i - 60) : i], -1)}."
+            return f"{match[1][:300].rstrip('.')}{_script_line(lines[max(0, i - 60) : i], -1)}."
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return f"The script ended with {ended}" + (f": {last[:200]}" if last else ".")
 
 
-def _own(lines: list[str], place: int) -> str:
-    """The line of the script that a traceback names first, or last, in parentheses; empty if it names none."""
-    told = [found for line in lines if (found := _LINE.search(line))]
-    own = [found for found in told if "site-packages" not in found[1] and "/lib/python" not in found[1]]
+def _script_line(lines: list[str], place: int) -> str:
+    """The script's line at index ``place`` of the traceback, as ``" (train.py:7)"``; empty if the traceback has none."""
+    sites = [found for line in lines if (found := _LINE.search(line))]
+    own = [found for found in sites if "site-packages" not in found[1] and "/lib/python" not in found[1]]
     return f" ({os.path.basename(own[place][1])}:{own[place][2]})" if own else ""

@@ -46,7 +46,7 @@ class Schedule:
         return (self.wait + self.warmup + self.active) * self.repeat + 1
 
 
-def traced(
+def record_traces(
     command: Command,
     record: ProbeRecord,
     *,

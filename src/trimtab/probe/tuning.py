@@ -122,7 +122,7 @@ def tune_script(
         if record is None:
             seconds = WATCH_SHARE * budget_s
             record = study.record = observe(command, steps=STEPS, seconds=seconds, in_place=in_place, on_progress=told)
-        found = TunedScript(command=configuration.spoken(command), record=record, path=path, folder=study.folder)
+        found = TunedScript(command=configuration.command_words(command), record=record, path=path, folder=study.folder)
 
         def keep(outcome: Outcome) -> None:
             study.keep(outcome)
@@ -166,7 +166,7 @@ def _configuration(
 ) -> Configuration:
     """What ``trimtab run`` reads: the settings, the conditions and the evidence."""
     return Configuration(
-        command=configuration.spoken(command),
+        command=configuration.command_words(command),
         files=configuration.fingerprints(command, kept),
         settings=kept,
         conditions=Conditions.here(),
