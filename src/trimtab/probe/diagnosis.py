@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, Patch, Together, saving, standing
@@ -16,23 +16,22 @@ from trimtab.hardware.environment import Environment, known_peaks
 from trimtab.probe import counterfactuals
 from trimtab.probe.bound import bound
 from trimtab.probe.command import Command
-from trimtab.probe.counterfactuals import Outcome
+from trimtab.probe.counterfactuals import OnProgress, Outcome
 from trimtab.probe.findings import run_checks
 from trimtab.probe.observe import observe
 from trimtab.probe.patch import make_patch
 from trimtab.probe.score import score
 from trimtab.report.doctor_words import described
 
-Said = Callable[[str], None] | None
 BUDGET_S = 180.0
 WATCHING, SCREENING = 0.4, 0.7
-"""Shares of the budget, counted from its begin, after which watching and the measurement of single remedies end."""
+"""Watching, and the measurement of single remedies, end after these shares of the budget."""
 WARNING = 0.05
 """A remedy that surely saves this share of a step is a warning."""
 LEAST_AGAIN_S = 10.0
-"""Seconds of timing that are worth another measurement."""
+"""A measurement is repeated only if this many seconds of timing are left."""
 STARTS = 2
-"""Fresh processes that a comparison needs at least."""
+"""Starts of the script that a comparison in fresh processes needs."""
 
 
 def diagnose(
@@ -43,7 +42,7 @@ def diagnose(
     steps: int = 40,
     in_place: bool = False,
     patch: bool = False,
-    on_progress: Said = None,
+    on_progress: OnProgress = None,
 ) -> Diagnosis:
     """Watch ``command`` for ``steps`` steps and measure the remedy of each finding, in at most ``seconds`` altogether.
 
@@ -53,32 +52,32 @@ def diagnose(
         UsageError: the script cannot be started.
         WorkloadError: the script failed, or made no step that could be seen.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     environment = Environment.capture()
     record = observe(command, steps=steps, seconds=WATCHING * seconds, in_place=in_place, on_progress=on_progress)
-    _say(on_progress, f"first step after {record.start_s:.1f} s; each fresh process costs that")
+    _report(on_progress, f"first step after {record.start_s:.1f} s; each fresh process costs that")
     found, notes = run_checks(record, environment)
-    asked = _Measured(command, record, in_place, on_progress)
-    left = seconds - (time.monotonic() - began)
+    measurements = _Measurements(command, record, in_place, on_progress)
+    left = seconds - (time.monotonic() - start)
     screening = left - (1 - SCREENING) * seconds
-    # where the budget allows one comparison only, it is that of single remedies
-    outcomes = asked.single(found, screening if screening >= STARTS * record.start_s else left)
-    late = [one.settings for one in outcomes if one.failed == counterfactuals.OUT_OF_TIME]
+    # if the budget allows one comparison only, single remedies get it
+    outcomes = measurements.single(found, screening if screening >= STARTS * record.start_s else left)
+    out_of_time = [one.settings for one in outcomes if one.failed == counterfactuals.OUT_OF_TIME]
     pays = [one for one in outcomes if one.gain is not None and one.gain.low > 1 and one.settings.without is None]
-    if late and not pays:
-        # nothing is there to be confirmed together, so the time kept for that goes to what was not measured
-        rest = [finding for finding in found if finding.settings in late]
-        outcomes = [*asked.single(rest, seconds - (time.monotonic() - began)), *outcomes]
+    if out_of_time and not pays:
+        # nothing pays, so the time reserved for confirmation goes to the remedies that were not measured
+        rest = [finding for finding in found if finding.settings in out_of_time]
+        outcomes = [*measurements.single(rest, seconds - (time.monotonic() - start)), *outcomes]
     if not patch and sum(one.pays or counterfactuals.needs_losses(one) for one in outcomes) < 2:
         # nothing else needs the time that is left
-        left = seconds - (time.monotonic() - began)
+        left = seconds - (time.monotonic() - start)
         outcomes = counterfactuals.compare_losses(
             command, record, outcomes, seconds=left, in_place=in_place, on_progress=on_progress
         )
-    findings = sorted((_judged(finding, outcomes) for finding in found), key=_order)
-    left = seconds - (time.monotonic() - began)
-    together = asked.together(findings, left / 2 if patch else left)
-    made = asked.patch(findings, seconds - (time.monotonic() - began)) if patch else None
+    findings = sorted((_with_outcomes(finding, outcomes) for finding in found), key=_order)
+    left = seconds - (time.monotonic() - start)
+    together = measurements.together(findings, left / 2 if patch else left)
+    patched = measurements.patch(findings, seconds - (time.monotonic() - start)) if patch else None
     return Diagnosis(
         words=tuple(words) or (command.name,),
         record=record,
@@ -86,33 +85,33 @@ def diagnose(
         score=score(record, findings, together),
         bound=bound(record, known_peaks(environment)),
         together=together,
-        patch=made,
-        seconds=round(time.monotonic() - began, 3),
+        patch=patched,
+        seconds=round(time.monotonic() - start, 3),
         budget_s=seconds,
-        notes=(*notes, *asked.notes),
+        notes=(*notes, *measurements.notes),
     )
 
 
-def _say(on_progress: Said, sentence: str) -> None:
+def _report(on_progress: OnProgress, sentence: str) -> None:
     if on_progress is not None:
         on_progress(sentence)
 
 
-def _judged(finding: Finding, outcomes: Sequence[Outcome]) -> Finding:
-    """``finding`` with what was measured, and the level that follows."""
+def _with_outcomes(finding: Finding, outcomes: Sequence[Outcome]) -> Finding:
+    """``finding`` with its measured gains, and the level that follows from them."""
     own = next((one for one in outcomes if one.settings == finding.settings), None) if finding.settings else None
     most = next((one for one in outcomes if one.settings == finding.ceiling), None) if finding.ceiling else None
     changed: dict[str, object] = {"most": most.gain if most is not None else finding.most}
     if own is not None:
-        changed |= {"gain": own.gain, "losses": own.losses, "unmeasured": _unknown(own)}
+        changed |= {"gain": own.gain, "losses": own.losses, "unmeasured": _why_unmeasured(own)}
     judged = dataclasses.replace(finding, **changed)  # type: ignore[arg-type]
     if judged.level == "error":
         return judged
     return dataclasses.replace(judged, level="warning" if standing(judged) == "pays" and saving(judged) >= WARNING else "note")
 
 
-def _unknown(outcome: Outcome) -> str | None:
-    """A clause if ``outcome`` does not tell whether its settings pay."""
+def _why_unmeasured(outcome: Outcome) -> str | None:
+    """A clause with the reason if ``outcome`` does not decide whether its settings pay; else ``None``."""
     gain = outcome.gain
     if gain is None:
         return outcome.failed
@@ -126,8 +125,7 @@ def _unknown(outcome: Outcome) -> str | None:
 
 
 def _order(finding: Finding) -> tuple[bool, float, float]:
-    """Errors first, then by the share of a step that the remedy saves; where that could not be told, by the share that the
-    evidence shows."""
+    """Sort key: errors first, then by the measured saving of a step. Without a measurement, by the share in the evidence."""
     worth = saving(finding)
     measured = finding.most is not None and not finding.most.unclear
     if standing(finding) == "not measured" or (standing(finding) == "advice" and not measured):
@@ -135,15 +133,15 @@ def _order(finding: Finding) -> tuple[bool, float, float]:
     return finding.level != "error", -worth, -(finding.share or 0.0)
 
 
-class _Measured:
+class _Measurements:
     """The measurements of one diagnosis."""
 
-    def __init__(self, command: Command, record: ProbeRecord, in_place: bool, on_progress: Said) -> None:
-        self._command, self._record, self._in_place, self._said = command, record, in_place, on_progress
+    def __init__(self, command: Command, record: ProbeRecord, in_place: bool, on_progress: OnProgress) -> None:
+        self._command, self._record, self._in_place, self._on_progress = command, record, in_place, on_progress
         self.notes: list[str] = []
-        """What was not measured, and why."""
+        """Sentences about what was not measured, with the reason."""
 
-    def _spent(self, seconds: float) -> str | None:
+    def _too_little_time(self, seconds: float) -> str | None:
         """A clause if ``seconds`` are too few for a comparison."""
         if seconds >= STARTS * self._record.start_s:
             return None
@@ -156,24 +154,24 @@ class _Measured:
         wanted = [one for n, one in enumerate(found) if one not in found[:n]]
         if not wanted:
             return []
-        if spent := self._spent(seconds):
-            return [Outcome(settings=one, failed=spent) for one in wanted]
+        if shortage := self._too_little_time(seconds):
+            return [Outcome(settings=one, failed=shortage) for one in wanted]
         until = time.monotonic() + seconds
-        _say(self._said, f"measuring {counted(len(wanted), 'setting')} on the script itself")
+        _report(self._on_progress, f"measuring {counted(len(wanted), 'setting')} on the script itself")
         outcomes = counterfactuals.measure(
-            self._command, self._record, wanted, seconds=seconds, in_place=self._in_place, on_progress=self._said
+            self._command, self._record, wanted, seconds=seconds, in_place=self._in_place, on_progress=self._on_progress
         )
-        return self._again(outcomes, until)
+        return self._repeat_unclear(outcomes, until)
 
-    def _again(self, outcomes: list[Outcome], until: float) -> list[Outcome]:
-        """``outcomes``; of those that tell nothing, the most promising are measured once more in the time that is left."""
-        vague = [one for one in outcomes if one.gain is not None and one.gain.unclear and one.settings.without is None]
-        for one in sorted(vague, key=lambda one: -one.gain.value if one.gain is not None else 0.0):
+    def _repeat_unclear(self, outcomes: list[Outcome], until: float) -> list[Outcome]:
+        """Measure unclear outcomes again in fresh processes, the fastest first, while time is left. Returns all outcomes."""
+        unclear = [one for one in outcomes if one.gain is not None and one.gain.unclear and one.settings.without is None]
+        for one in sorted(unclear, key=lambda one: -one.gain.value if one.gain is not None else 0.0):
             left = until - time.monotonic()
             if left < LEAST_AGAIN_S + STARTS * self._record.start_s:
                 break
-            _say(self._said, f"measuring once more, in fresh processes: {described(one.settings)}")
-            found = self._confirmed(one.settings, left)
+            _report(self._on_progress, f"measuring once more, in fresh processes: {described(one.settings)}")
+            found = self._confirm(one.settings, left)
             outcomes[outcomes.index(one)] = one if found.gain is None else found
         return outcomes
 
@@ -185,11 +183,11 @@ class _Measured:
         settings = ScriptSettings()
         for one in reversed(pays):  # of two that set a field, the one with the larger gain wins
             settings = settings.merged(one)
-        if spent := self._spent(seconds):
-            self.notes.append(f"All that pays together: {spent}.")
-            return Together(settings=settings, reason=spent)
-        _say(self._said, f"measuring all that pays together in fresh processes: {described(settings)}")
-        found = self._confirmed(settings, seconds)
+        if shortage := self._too_little_time(seconds):
+            self.notes.append(f"All that pays together: {shortage}.")
+            return Together(settings=settings, reason=shortage)
+        _report(self._on_progress, f"measuring all that pays together in fresh processes: {described(settings)}")
+        found = self._confirm(settings, seconds)
         if found.failed:
             self.notes.append(f"All that pays together: {found.failed}")
         return Together(settings=settings, gain=found.gain, losses=found.losses, reason=found.failed)
@@ -202,11 +200,11 @@ class _Measured:
         if self._record.contained != "overlay":
             why = "the gain of a patch is measured in an overlay, which is not used or not allowed here"
             return dataclasses.replace(found, reason=why)
-        if spent := self._spent(seconds):
-            return dataclasses.replace(found, reason=spent)
-        _say(self._said, f"measuring the patch for {', '.join(found.rules)} in fresh processes")
-        outcome = self._confirmed(ScriptSettings(files={str(path): text for path, text in texts.items()}), seconds)
+        if shortage := self._too_little_time(seconds):
+            return dataclasses.replace(found, reason=shortage)
+        _report(self._on_progress, f"measuring the patch for {', '.join(found.rules)} in fresh processes")
+        outcome = self._confirm(ScriptSettings(files={str(path): text for path, text in texts.items()}), seconds)
         return dataclasses.replace(found, gain=outcome.gain, losses=outcome.losses, reason=outcome.failed)
 
-    def _confirmed(self, settings: ScriptSettings, seconds: float) -> Outcome:
+    def _confirm(self, settings: ScriptSettings, seconds: float) -> Outcome:
         return counterfactuals.confirm(self._command, self._record, settings, seconds=seconds, in_place=self._in_place)
