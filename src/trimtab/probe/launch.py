@@ -1,4 +1,4 @@
-"""Start a script's command with a plan for the probe, and end it without a trace."""
+"""Start the command of a script with a plan for the probe, and end it with all of its processes and files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pathlib
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -20,7 +19,7 @@ BOOT = os.path.dirname(os.path.abspath(boot.__file__))
 LEAST_MEMORY = 0.05
 """Share of the memory of the machine, or of the control group, below which a script is ended."""
 
-QUIET = {
+DEFAULT_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONFAULTHANDLER": "1",
     "WANDB_MODE": "offline",
@@ -29,11 +28,11 @@ QUIET = {
     "NEPTUNE_MODE": "offline",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Set unless the person has: two runs draw the same, a crash tells where, and nothing is sent to a tracking service twice."""
+"""Variables that are set unless the user sets them: equal hashes in two runs, tracebacks of crashes, no tracking online."""
 
 
 def environment(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Of a process that is to run with ``plan``: what it changes of :data:`os.environ`."""
+    """The environment variables that a process with ``plan`` needs in addition to :data:`os.environ`."""
     path = os.environ.get("PYTHONPATH")
     changed = {"PYTHONPATH": f"{BOOT}{os.pathsep}{path}" if path else BOOT, "TRIMTAB_PLAN": json.dumps(plan)}
     settings = plan.get("settings") or {}
@@ -59,19 +58,18 @@ class ScriptProcess:
         self.out = self.folder / "out"
         """Where the probe within writes; ``PLAN["out"]``."""
         self.out.mkdir()
-        self.started = time.monotonic()
         settings = dict(plan.get("settings") or {})
         if files := settings.pop("files", None):  # whole scripts would not fit into an environment variable
             (self.folder / warden.FILES).write_text(json.dumps(files), encoding="utf-8")
         self.plan = {**plan, "settings": settings or None, "out": str(self.out), "folder": str(command.folder)}
         self._log = self.folder / "log.txt"
-        told = {"argv": command.argv, "scratch": str(self.folder), "contain": kept, "least_memory": LEAST_MEMORY}
-        variables = {name: value for name, value in QUIET.items() if name not in os.environ}
+        instructions = {"argv": command.argv, "scratch": str(self.folder), "contain": kept, "least_memory": LEAST_MEMORY}
+        variables = {name: value for name, value in DEFAULT_ENVIRONMENT.items() if name not in os.environ}
         if os.path.basename(command.argv[0]) == "torchrun" or "torch.distributed.run" in command.argv:
             variables["PET_MASTER_PORT"] = str(_free_port())
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", os.path.abspath(warden.__file__), json.dumps(told)],
+                [sys.executable, "-I", "-S", os.path.abspath(warden.__file__), json.dumps(instructions)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -98,7 +96,7 @@ class ScriptProcess:
         return {}
 
     def notes(self) -> list[str]:
-        """What could not be kept apart, and why."""
+        """Sentences about writes that the overlay does not contain."""
         found = self._containment()
         notes = [f"Writes below {path} are not kept apart: it is a file system of its own." for path in found.get("loose", ())]
         if "why" in found:
@@ -124,8 +122,8 @@ class ScriptProcess:
         if code is None:
             return None
         with contextlib.suppress(OSError, ValueError):
-            own: int = json.loads((self.folder / "exit.json").read_text(encoding="utf-8"))
-            return own
+            exit_code: int = json.loads((self.folder / "exit.json").read_text(encoding="utf-8"))
+            return exit_code
         return code
 
     def wait(self, seconds: float) -> int | None:

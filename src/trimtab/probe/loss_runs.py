@@ -22,14 +22,14 @@ Losses = Literal["equal", "within rounding", "different", "not compared"]
 Values = tuple[float, ...]
 """The loss of each backward pass of a run; without any, the size of each output."""
 FILE = "losses.json"
-CHAOS = 0.03
-"""A loss whose tolerance is a larger share of it decides nothing: training has amplified rounding beyond comparison."""
-FEWEST = 3
-"""Losses that must decide."""
+MOST_TOLERANCE = 0.03
+"""A loss is ignored if its tolerance is a larger share of it: training has amplified rounding errors beyond comparison."""
+LEAST_DECIDING = 3
+"""Least number of losses that are not ignored."""
 STEPS, LONGEST_S = 24, 12.0
-"""Steps that are compared, and the time for them beyond which there are fewer."""
-MOVES_DROPOUT = frozenset({"channels_last", "compile", "trim_padding", "autocast"})
-"""Settings with which dropout hits other values."""
+"""Steps that are compared. There are fewer if they would take more than ``LONGEST_S`` seconds."""
+CHANGES_DROPOUT = frozenset({"channels_last", "compile", "trim_padding", "autocast"})
+"""Settings that change which values dropout hits."""
 
 
 class RunFailed(Exception):
@@ -37,7 +37,7 @@ class RunFailed(Exception):
 
 
 class LossRuns:
-    """Runs of one script. Those as written are made once."""
+    """Runs of one script for its losses. The runs as written are made once."""
 
     def __init__(self, command: Command, record: ProbeRecord, *, in_place: bool = False) -> None:
         self._command, self._record, self._in_place = command, record, in_place
@@ -45,41 +45,41 @@ class LossRuns:
         self.steps = max(8, min(STEPS, int(LONGEST_S / step_s)))
         self._seconds = 3 * record.start_s + 4 * self.steps * step_s + 20.0
         self._written: dict[bool, tuple[Values, Values]] = {}
-        self._at_once = 2 if record.cores >= 2 and record.device == "cpu" else 1
+        self._parallel = 2 if record.cores >= 2 and record.device == "cpu" else 1
 
     @property
     def next_s(self) -> float:
         """Estimated seconds of the next comparison; the first one has three runs."""
-        runs = 1 if self._written else math.ceil(3 / self._at_once)
+        runs = 1 if self._written else math.ceil(3 / self._parallel)
         return runs * (self._record.start_s + self.steps * self._record.step_ms / 1e3)
 
     def compare(self, settings: ScriptSettings) -> Losses:
         """How the losses with ``settings`` differ from those as written.
 
-        Where dropout falls elsewhere with a setting, both sides run without dropout as well.
+        If the losses differ with one of :data:`CHANGES_DROPOUT`, both sides are compared again without dropout.
 
         Raises:
             RunFailed: the script fails with the settings.
         """
-        found = self._compare(settings, still=False)
-        if found == "different" and MOVES_DROPOUT & settings.changes().keys():
+        found = self._compare(settings, no_dropout=False)
+        if found == "different" and CHANGES_DROPOUT & settings.changes().keys():
             with contextlib.suppress(RunFailed):
-                found = self._compare(settings, still=True)
+                found = self._compare(settings, no_dropout=True)
         return found
 
-    def _compare(self, settings: ScriptSettings, still: bool) -> Losses:
-        plans: list[dict[str, Any]] = [{"settings": to_json(settings), "still": still}]
-        if still not in self._written:
-            plans += [{"still": still}, {"still": still, "shake": 1}]
-        with concurrent.futures.ThreadPoolExecutor(self._at_once) as pool:
+    def _compare(self, settings: ScriptSettings, no_dropout: bool) -> Losses:
+        plans: list[dict[str, Any]] = [{"settings": to_json(settings), "no_dropout": no_dropout}]
+        if no_dropout not in self._written:
+            plans += [{"no_dropout": no_dropout}, {"no_dropout": no_dropout, "perturbation": 1}]
+        with concurrent.futures.ThreadPoolExecutor(self._parallel) as pool:
             jobs = [pool.submit(self._run, plan) for plan in plans]
         if len(jobs) > 1:
             try:
-                self._written[still] = (jobs[1].result(), jobs[2].result())
+                self._written[no_dropout] = (jobs[1].result(), jobs[2].result())
             except RunFailed:
                 return "not compared"  # the script does not run twice
-        written, shaken = self._written[still]
-        return verdict(written, shaken, jobs[0].result())
+        written, perturbed = self._written[no_dropout]
+        return verdict(written, perturbed, jobs[0].result())
 
     def _run(self, plan: dict[str, Any]) -> Values:
         plan = {"mode": "losses", "anchor": anchor_of(self._record), "steps": self.steps} | plan
@@ -95,18 +95,18 @@ class LossRuns:
         return tuple(found["losses"] or found["outputs"])
 
 
-def verdict(written: Sequence[float], shaken: Sequence[float], other: Sequence[float]) -> Losses:
-    """``other`` against ``written``, with the differences of ``shaken``, whose parameters were perturbed, as the measure.
+def verdict(written: Sequence[float], perturbed: Sequence[float], other: Sequence[float]) -> Losses:
+    """Compare losses ``other`` with ``written``; ``perturbed``, after a tiny change of the parameters, give the tolerance.
 
-    A loss whose tolerance is above :data:`CHAOS` of it does not count; fewer than :data:`FEWEST` others decide nothing.
+    Losses with a tolerance above :data:`MOST_TOLERANCE` are ignored. Fewer than :data:`LEAST_DECIDING` others decide nothing.
     """
-    n = min(len(written), len(shaken), len(other))
-    if n < FEWEST:
+    n = min(len(written), len(perturbed), len(other))
+    if n < LEAST_DECIDING:
         return "not compared"
     if all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(written[:n], other[:n], strict=True)):
         return "equal"
-    baseline = BaselineLosses.of(written[:n], [shaken[:n]])
-    deciding = [i for i in range(n) if baseline.tolerance[i] <= CHAOS * abs(written[i])]
-    if len(deciding) < FEWEST:
+    baseline = BaselineLosses.of(written[:n], [perturbed[:n]])
+    deciding = [i for i in range(n) if baseline.tolerance[i] <= MOST_TOLERANCE * abs(written[i])]
+    if len(deciding) < LEAST_DECIDING:
         return "not compared"
     return "within rounding" if all(abs(other[i] - written[i]) <= baseline.tolerance[i] for i in deciding) else "different"

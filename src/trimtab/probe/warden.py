@@ -1,7 +1,7 @@
-"""Run a command so that nothing is left of it: ``python -I -S warden.py INSTRUCTIONS``, in a session of its own.
+"""Run a command without leaving processes or files behind: ``python -I -S warden.py INSTRUCTIONS``, in its own session.
 
-The warden starts the command as its child, in an overlay of the writable folders if it is told to. It ends the command with all
-that it started when a byte comes on the warden's standard input, or when that pipe closes, which happens even if the driver is
+The warden starts the command as its child, in an overlay of the writable folders if asked to. It kills the command with all
+descendants when a byte arrives on standard input, or when that pipe closes, which happens even if the driver is
 killed by SIGKILL; then the scratch folder is deleted as well. It needs the standard library only. ``INSTRUCTIONS`` is JSON:
 ``argv``, ``scratch`` (folder), ``contain`` (folders that writes are kept from; none: in place), ``least_memory`` (share of the
 memory below which the command is ended). A file :data:`FILES` in ``scratch`` has texts that replace files of the script in the
@@ -22,8 +22,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 FILES = "files.json"
-LOOK = 10
-"""Turns of 20 ms between two looks at the memory."""
+MEMORY_CHECK_EVERY = 10
+"""Turns of 20 ms between two checks of the free memory."""
 FILE_SYSTEMS = {
     "ext2",
     "ext3",
@@ -79,7 +79,7 @@ def overlay(folders: list[str], scratch: str) -> dict[str, Any]:
     layers: dict[str, str] = {}
     loose: list[str] = []
 
-    def put(path: str, lower: int, needed: bool) -> None:
+    def mount_overlay(path: str, lower: int, needed: bool) -> None:
         number = len(layers)
         upper, work = f"{scratch}/upper/{number}", f"{scratch}/work/{number}"
         os.makedirs(upper)
@@ -103,12 +103,12 @@ def overlay(folders: list[str], scratch: str) -> dict[str, Any]:
             with contextlib.suppress(OSError):
                 handles[path] = os.open(path, os.O_PATH | os.O_DIRECTORY)
         handle = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-        put(folder, handle, True)
+        mount_overlay(folder, handle, True)
         os.close(handle)
         for path, handle in handles.items():
             with contextlib.suppress(OSError):
                 if points[path].partition(".")[0] in FILE_SYSTEMS:
-                    put(path, handle, False)
+                    mount_overlay(path, handle, False)
                 else:
                     call("mount", f"/proc/self/fd/{handle}", path, None, MS_BIND | MS_REC, None)
             os.close(handle)
@@ -116,8 +116,8 @@ def overlay(folders: list[str], scratch: str) -> dict[str, Any]:
     return {"contained": "overlay", "layers": layers, "loose": loose}
 
 
-def execute(told: dict[str, Any]) -> None:
-    """Become the command."""
+def execute(instructions: dict[str, Any]) -> None:
+    """Replace this process by the command, after mounting the overlay and writing the files of a patch."""
     if sys.platform == "linux":
         call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     os.setpgid(0, 0)
@@ -125,30 +125,30 @@ def execute(told: dict[str, Any]) -> None:
     os.dup2(null, 0)
     here = os.getcwd()
     state: dict[str, Any] = {"contained": "in place"}
-    if told["contain"]:
+    if instructions["contain"]:
         try:
-            state = overlay(told["contain"], told["scratch"])
+            state = overlay(instructions["contain"], instructions["scratch"])
             os.chdir(here)
         except OSError as error:
             state = {"contained": "guarded", "why": str(error)}
             plan = json.loads(os.environ.get("TRIMTAB_PLAN") or "{}")
             os.environ["TRIMTAB_PLAN"] = json.dumps(plan | {"guard": True})
-    with open(os.path.join(told["scratch"], "contained.json"), "w", encoding="utf-8") as file:
+    with open(os.path.join(instructions["scratch"], "contained.json"), "w", encoding="utf-8") as file:
         json.dump(state, file)
-    patched = os.path.join(told["scratch"], FILES)
-    if os.path.exists(patched):
+    files = os.path.join(instructions["scratch"], FILES)
+    if os.path.exists(files):
         if state["contained"] != "overlay":
             raise OSError("a patch is measured in an overlay only, so that the script itself stays as it is")
-        with open(patched, encoding="utf-8") as file:
+        with open(files, encoding="utf-8") as file:
             texts = json.load(file)
         for path, text in texts.items():
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
-    os.execv(told["argv"][0], told["argv"])
+    os.execv(instructions["argv"][0], instructions["argv"])
 
 
 def memory_left() -> float:
-    """Share of the memory that is left, of the machine or of the control group, whichever is less; 1 if that is not told."""
+    """Free share of the memory of the machine or of the control group, whichever is less; 1 if neither is known."""
     found = [1.0]
     with contextlib.suppress(OSError, ValueError, KeyError, ZeroDivisionError):
         with open("/proc/meminfo", encoding="ascii") as file:
@@ -166,7 +166,7 @@ def memory_left() -> float:
 
 
 def descendants() -> list[int]:
-    """Of this process, orphans too, because it is a subreaper."""
+    """Ids of all descendants of this process, including orphans, because it is a subreaper."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -180,7 +180,7 @@ def descendants() -> list[int]:
     return found
 
 
-def end_all(child: int) -> None:
+def kill_all(child: int) -> None:
     """Kill all that the command started, until nothing is left."""
     for _ in range(100):
         if sys.platform == "linux":
@@ -215,7 +215,7 @@ def remove(folder: str) -> None:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
+    instructions = json.loads(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -225,15 +225,15 @@ def main() -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         try:
-            execute(told)
+            execute(instructions)
         except OSError as error:
-            print(f"trimtab: {told['argv'][0]} could not be run: {error}", file=sys.stderr, flush=True)
+            print(f"trimtab: {instructions['argv'][0]} could not be run: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(127)
-    status, orphaned, stopped, full, looks = None, False, False, False, 0
-    while status is None and not stopped and not full:
-        looks += 1
-        full = looks % LOOK == 0 and memory_left() < told["least_memory"]
+    status, orphaned, stopped, out_of_memory, turns = None, False, False, False, 0
+    while status is None and not stopped and not out_of_memory:
+        turns += 1
+        out_of_memory = turns % MEMORY_CHECK_EVERY == 0 and memory_left() < instructions["least_memory"]
         stopped = bool(select.select([0], [], [], 0.02)[0])
         orphaned = stopped and not os.read(0, 1)
         while True:  # orphans of the command are reaped, too
@@ -245,15 +245,15 @@ def main() -> None:
                 status = found
             if process == 0:
                 break
-    end_all(child)
-    if full:
-        least = told["least_memory"]
+    kill_all(child)
+    if out_of_memory:
+        least = instructions["least_memory"]
         print(f"MemoryError: trimtab ended the script, because less than {least:.0%} of the memory was left", flush=True)
     if orphaned:
-        remove(told["scratch"])
+        remove(instructions["scratch"])
         os._exit(1)
-    code = 1 if full else -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
-    with open(os.path.join(told["scratch"], "exit.json"), "w", encoding="utf-8") as file:
+    code = 1 if out_of_memory else -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    with open(os.path.join(instructions["scratch"], "exit.json"), "w", encoding="utf-8") as file:
         json.dump(code, file)
     os._exit(code if code >= 0 else 128 - code)
 

@@ -26,15 +26,15 @@ FILE = "losses.json"
 def start() -> None:
     """Record ``PLAN["steps"]`` steps, write ``losses.json`` into ``PLAN["out"]`` and end the process.
 
-    ``PLAN["shake"]`` is the number of a perturbation of the parameters, 0 for none; ``PLAN["still"]`` turns dropout off.
+    ``PLAN["perturbation"]`` is the seed of a perturbation of the parameters, 0 for none; ``PLAN["no_dropout"]`` is a switch.
     """
     _seed()
     losses: list[float] = []
     outputs: list[float] = []
-    if PLAN.get("still"):
+    if PLAN.get("no_dropout"):
         _without_dropout()
     hooks.on_backward(losses.append)
-    roots.around_calls(_recording(outputs, int(PLAN.get("shake") or 0)))
+    roots.around_calls(_recording(outputs, int(PLAN.get("perturbation") or 0)))
     written = False
 
     def write() -> None:
@@ -54,20 +54,20 @@ def start() -> None:
 
 
 def _seed() -> None:
-    """Seed before the script does, whose own seeds come later and win."""
+    """Seed all generators. Seeds that the script sets later take precedence."""
     torch.manual_seed(0)
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
 
 
-def _recording(outputs: list[float], shake: int) -> roots.Wrapper:
-    shaken: set[int] = set()
-    generator = torch.Generator().manual_seed(shake)
+def _recording(outputs: list[float], seed: int) -> roots.Wrapper:
+    perturbed: set[int] = set()
+    generator = torch.Generator().manual_seed(seed)
 
     def record(module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if shake and id(module) not in shaken:
-            shaken.add(id(module))
+        if seed and id(module) not in perturbed:
+            perturbed.add(id(module))
             with torch.no_grad():
                 for parameter in module.parameters():
                     if parameter.is_floating_point():
@@ -82,7 +82,7 @@ def _recording(outputs: list[float], shake: int) -> roots.Wrapper:
 
 
 def _size(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
-    """The mean absolute value of the first floating-point output, where the batch is no padding."""
+    """Mean absolute value of the first floating-point output, without padding."""
     first = next((leaf for leaf in _pytree.tree_leaves(output) if _is_float(leaf)), None)
     if first is None:
         return 0.0
@@ -98,18 +98,18 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _without_dropout() -> None:
-    """Dropout lets everything pass: in another memory format it would hit other values, and every loss would differ."""
+    """Disable dropout: in another memory format its mask hits other values, and every loss would differ."""
 
-    def passing(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def identity(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return input
 
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-        setattr(functional, name, passing)
+        setattr(functional, name, identity)
     attention = functional.scaled_dot_product_attention
 
-    def still(
+    def without_dropout(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
     ) -> Any:
         return attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = still
+    functional.scaled_dot_product_attention = without_dropout
