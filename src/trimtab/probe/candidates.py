@@ -1,4 +1,4 @@
-"""Settings to try for a script beside the remedies that checks propose, from smaller causes on than checks tell of."""
+"""Candidate settings for a script in addition to the remedies of checks; their thresholds are lower than those of checks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def candidates(record: ProbeRecord) -> Iterator[ScriptSettings]:
         for settings in _loader(loader, record):
             yield ScriptSettings(loaders={loader.site: settings})
     ranks = record.distributed.ranks if record.distributed is not None else 1
-    mine = max(1, record.cores // ranks)
-    for threads in sorted({1, max(1, mine // 2), mine} - {record.threads}, reverse=True):
+    cores = max(1, record.cores // ranks)
+    for threads in sorted({1, max(1, cores // 2), cores} - {record.threads}, reverse=True):
         yield ScriptSettings(threads=threads)
 
 

@@ -1,4 +1,4 @@
-"""Energy and GPU utilisation while a script is watched, from counters of the machine."""
+"""Measure energy and GPU utilisation while a script is watched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Metering:
 
 
 def _utilisation() -> Callable[[], float | None] | None:
-    """A function that tells the share of the last moments in which GPUs computed; ``None`` without GPUs or NVML."""
+    """A function that returns the current GPU utilisation of NVML, 0 to 1; ``None`` without GPUs or NVML."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Run a script once, unmodified, and see where its time goes."""
+"""Run a script once, unmodified, and record where its time goes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trimtab.probe.launch import ScriptProcess
 from trimtab.probe.metering import Metering
 
 GRACE_S = 45.0
-"""Beyond the time limit, for a step or the profiler that is under way."""
+"""Seconds beyond the time limit for the current step or the profiler to end."""
 POLL_S = 0.05
 
 Progress = Callable[[str], None]
@@ -36,7 +36,7 @@ def observe(
     in_place: bool = False,
     on_progress: Progress | None = None,
 ) -> ProbeRecord:
-    """Run ``command`` until ``steps`` steps were measured, and return what was seen.
+    """Run ``command`` until ``steps`` steps were measured, and return the record.
 
     The script's files are not touched: it runs in an overlay of its folders, or guarded, see :mod:`trimtab.probe.containment`;
     ``in_place`` lets it write. It is ended after the last step, without its own clean-up.
@@ -46,7 +46,7 @@ def observe(
         steps: Steps to measure after the warm-up; at most three times as many are run if most hold an evaluation.
         seconds: Time limit from the start of the process on. What was seen by then is the record.
         in_place: Whether the script may write its files.
-        on_progress: Called with a sentence when something was reached.
+        on_progress: Called with a sentence at each stage.
 
     Raises:
         WorkloadError: If the script fails before a step was seen.
@@ -62,7 +62,7 @@ def observe(
     plan: dict[str, Any] = {"mode": "observe", "anchor": None, "settings": {}, "steps": steps, "seconds": seconds}
     found = other_load()
     busy = found if found is not None and found.busy else None
-    if busy is not None:  # threads that wait for each other's cores would be most of the split, and not of the script
+    if busy is not None:  # otherwise waiting for cores would dominate the phases
         plan["settings"] = {"threads": 1}
     with ScriptProcess(command, plan, in_place=in_place) as process:
         progress = on_progress or (lambda _: None)
@@ -145,7 +145,7 @@ def _guard_notes(guarded: list[dict[str, Any]]) -> list[str]:
 def _no_record(
     command: Command, process: ScriptProcess, code: int | None, seconds: float, guarded: list[dict[str, Any]]
 ) -> UsageError | WorkloadError:
-    """Why there is no record."""
+    """The error that says why there is no record."""
     printed = process.log().strip()
     shown = f"\n\n{printed}" if printed else ""
     if guarded:
@@ -174,8 +174,8 @@ def _no_record(
         for kind, _, _, count in found["counts"]:
             events[kind] += count
     names = {"optimizer": "optimizer steps", "backward": "backward passes", "batch": "batches", "forward": "model calls"}
-    told = ", ".join(f"{events[kind]} {name}" for kind, name in names.items())
+    text = ", ".join(f"{events[kind]} {name}" for kind, name in names.items())
     return UsageError(
-        f"no two steps of {command.name} were seen {when}, only {told}; give more time with --budget, or arguments with which "
+        f"no two steps of {command.name} were seen {when}, only {text}; give more time with --budget, or arguments with which "
         f"the script makes more steps. Training in a thread other than the one that imports torch is not seen{shown}"
     )

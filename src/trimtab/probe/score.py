@@ -23,23 +23,23 @@ def score(record: ProbeRecord, findings: Sequence[Finding], together: Together |
     counts with its measured ceiling. Category ``memory`` is also lowered by the share of the peak that grows without bound.
     """
     pays = [finding for finding in findings if standing(finding) == "pays"]
-    joint = _left(pays)
+    joint = _remaining(pays)
     if together is not None and together.gain is not None:
         joint = 1 / together.gain.value if together.gain.faster else min((1 - saving(one) for one in pays), default=1.0)
-    advice = _left(_ceilings(findings))
-    left = joint * advice
+    advice = _remaining(_ceilings(findings))
+    remaining = joint * advice
     categories = {}
     for name in CATEGORIES:
         own = [finding for finding in findings if finding.category == name]
-        alone = max(_left(f for f in own if standing(f) == "pays"), joint) * _left(_ceilings(own))
-        categories[name] = _points(alone - (_grown(record, own) if name == "memory" else 0.0))
+        alone = max(_remaining(f for f in own if standing(f) == "pays"), joint) * _remaining(_ceilings(own))
+        categories[name] = _points(alone - (_growth_share(record, own) if name == "memory" else 0.0))
     first = next((finding for finding in findings if finding.level == "error" or saving(finding) > 0), None)
     return Score(
-        total=_points(left),
+        total=_points(remaining),
         categories=categories,
-        saved=round(1 - left, 4),
+        saved=round(1 - remaining, 4),
         first=None if first is None else remedy(first),
-        unmeasured=sum(map(_unknown, findings)),
+        unmeasured=sum(map(_is_unmeasured, findings)),
     )
 
 
@@ -49,19 +49,19 @@ def _ceilings(findings: Iterable[Finding]) -> list[Finding]:
     return list(found.values())
 
 
-def _unknown(finding: Finding) -> bool:
+def _is_unmeasured(finding: Finding) -> bool:
     """Whether the remedy of ``finding``, or the most that advice can bring, could be measured and is not known."""
     if standing(finding) == "advice":
         return finding.ceiling is not None and (finding.most is None or finding.most.unclear)
     return standing(finding) == "not measured"
 
 
-def _left(findings: Iterable[Finding]) -> float:
-    """Share of the time that is left with all remedies, if their gains multiply."""
+def _remaining(findings: Iterable[Finding]) -> float:
+    """Share of the step time that remains with all remedies, if their gains multiply."""
     return math.prod(1 - saving(finding) for finding in findings)
 
 
-def _grown(record: ProbeRecord, findings: Sequence[Finding]) -> float:
+def _growth_share(record: ProbeRecord, findings: Sequence[Finding]) -> float:
     """Share of the peak memory that grew over the measured steps, if a finding says that it grows without bound."""
     memory = record.memory
     if memory is None or memory.peak_mb <= 0 or not any(finding.rule == GROWTH for finding in findings):
@@ -69,6 +69,6 @@ def _grown(record: ProbeRecord, findings: Sequence[Finding]) -> float:
     return min(max(memory.growth_mb, 0.0) * record.steps / memory.peak_mb, 1.0)
 
 
-def _points(left: float) -> int:
-    """Points, rounded down so that 100 means that nothing measured is left."""
-    return max(0, min(100, math.floor(100 * left + 1e-9 + (0.5 if left < 0.99 else 0.0))))
+def _points(share: float) -> int:
+    """Points of a remaining share. 100 is never rounded up to: it means that nothing measured is left to save."""
+    return max(0, min(100, math.floor(100 * share + 1e-9 + (0.5 if share < 0.99 else 0.0))))

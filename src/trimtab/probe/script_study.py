@@ -1,4 +1,4 @@
-"""What ``trimtab tune`` has measured of a script, in the storage of a study: the same command goes on from it."""
+"""Storage of the measurements of ``trimtab tune``, so that the same command resumes them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ScriptStudy:
 
     @property
     def record(self) -> ProbeRecord | None:
-        """What was seen of the script as it was watched."""
+        """The record of the watched script; ``None`` before it was watched."""
         known = self._storage.get(RECORD)
         return None if known is None else from_json(ProbeRecord, known)
 
@@ -60,11 +60,11 @@ class ScriptStudy:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """All that was measured, of each setting the last."""
+        """The latest outcome of each measured setting."""
         return [from_json(Outcome, facts) for facts in self._storage.measured().values()]
 
     def keep(self, outcome: Outcome) -> None:
-        """Store a finished measurement. What there was no time for is left to the next run."""
+        """Store a finished measurement. Settings that there was no time for stay open for the next run."""
         if outcome.failed != OUT_OF_TIME:
             gain = outcome.gain.value if outcome.gain is not None else None
             self._storage.add_measured(_key(outcome.settings), to_json(outcome), gain)

@@ -41,23 +41,23 @@ class TunedScript:
     """Words of the command line."""
     record: ProbeRecord
     outcomes: tuple[Outcome, ...] = ()
-    """Of every candidate, the fastest first."""
+    """The outcome of every candidate, the fastest first."""
     kept: ScriptSettings = dataclasses.field(default_factory=ScriptSettings)
-    """What pays; the default if nothing does."""
+    """The settings that pay; the default settings if none do."""
     confirmed: Outcome | None = None
     """All kept settings together against the script as written, in fresh processes."""
     configuration: Configuration | None = None
-    """What was written, or ``None`` if nothing pays."""
+    """The written configuration; ``None`` if nothing pays."""
     path: pathlib.Path
     folder: pathlib.Path
-    """Of the study: what was measured, from which the same command goes on."""
+    """Run folder of the study, which the same command resumes."""
     seconds: float = 0.0
     finished: bool = False
-    """Whether all settings were measured and what pays was confirmed; else the same command goes on."""
+    """Whether all settings were measured and the kept ones confirmed; otherwise the same command resumes."""
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> TunedScript:
-        """What the run folder of a tune holds, an unfinished one too.
+        """Read the result from the run folder of a tune, finished or not.
 
         Raises:
             StorageError: the file cannot be read.
@@ -99,15 +99,15 @@ def tune_script(
     """Measure the settings that fit a script, keep those that make it surely faster with its losses equal or within rounding,
     confirm them together in fresh processes, and write ``trimtab.toml``.
 
-    Each measurement is stored in the run folder as soon as it is finished. The same call goes on from there, after an end by
-    any signal too; once all is measured it writes the same result again, if the file is gone.
+    Each measurement is stored in the run folder as soon as it is finished. The same call resumes from there, even after the
+    process was killed. Once all is measured it writes the result again if the file is missing.
 
     Args:
         budget_s: about how many seconds the whole takes.
         path: of the file; default ``trimtab.toml`` in the script's folder.
         folder: of the study; default ``runs/NAME-tune``.
         fresh: forget what was measured.
-        settings: what to try; default :func:`to_try`.
+        settings: what to try; default :func:`candidate_settings`.
 
     Raises:
         UsageError: the file is there and ``overwrite`` is false, or the folder has the study of another script.
@@ -116,47 +116,47 @@ def tune_script(
     """
     path = command.folder / configuration.FILE if path is None else path
     configuration.refuse_existing(path, overwrite)
-    told, begun = on_progress or (lambda words: None), time.monotonic()
+    progress, start = on_progress or (lambda words: None), time.monotonic()
     with ScriptStudy.opened(command, folder, fresh) as study:
         record = study.record
         if record is None:
             seconds = WATCH_SHARE * budget_s
-            record = study.record = observe(command, steps=STEPS, seconds=seconds, in_place=in_place, on_progress=told)
+            record = study.record = observe(command, steps=STEPS, seconds=seconds, in_place=in_place, on_progress=progress)
         found = TunedScript(command=configuration.command_words(command), record=record, path=path, folder=study.folder)
 
         def keep(outcome: Outcome) -> None:
             study.keep(outcome)
-            so_far = replace(found, outcomes=tuple(study.outcomes), seconds=time.monotonic() - begun)
+            so_far = replace(found, outcomes=tuple(study.outcomes), seconds=time.monotonic() - start)
             write_json(study.folder / configuration.TUNED, so_far)
 
-        wanted = list(to_try(record, Environment.capture()) if settings is None else settings)
+        wanted = list(candidate_settings(record, Environment.capture()) if settings is None else settings)
         known = [outcome for outcome in study.outcomes if outcome.settings in wanted]
         if known:
-            told(f"{counted(len(known), 'setting')} of {len(wanted)} measured before, in {study.folder}")
+            progress(f"{counted(len(known), 'setting')} of {len(wanted)} measured before, in {study.folder}")
         wanted = [one for one in wanted if one not in [outcome.settings for outcome in known]]
-        left = budget_s - (time.monotonic() - begun) - CONFIRM_SHARE * budget_s
+        left = budget_s - (time.monotonic() - start) - CONFIRM_SHARE * budget_s
         if wanted:
-            known += measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=told, on_outcome=keep)
+            known += measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=progress, on_outcome=keep)
         outcomes = sorted(known, key=lambda each: -(each.gain.value if each.gain else 0.0))
         kept, confirmed = ScriptSettings(), None
         for choice in _choices(outcomes):
             confirmed = study.confirmed(choice)
             if confirmed is None:
-                told(f"confirming in fresh processes: {described(choice)}")
-                seconds = max(0.5 * CONFIRM_SHARE * budget_s, budget_s - (time.monotonic() - begun))
+                progress(f"confirming in fresh processes: {described(choice)}")
+                seconds = max(0.5 * CONFIRM_SHARE * budget_s, budget_s - (time.monotonic() - start))
                 confirmed = confirm(command, record, choice, seconds=seconds, in_place=in_place)
                 study.keep_confirmed(choice, confirmed)
             if confirmed.pays:
                 kept = choice
                 break
-            if time.monotonic() - begun > budget_s:
+            if time.monotonic() - start > budget_s:
                 break
     written = None
     if kept.changes() and confirmed is not None and confirmed.gain is not None:
         written = _configuration(command, record, kept, confirmed, confirmed.gain)
         written.write(path, overwrite=overwrite)
     found = replace(found, outcomes=tuple(outcomes), kept=kept, confirmed=confirmed, configuration=written, finished=True)
-    found = replace(found, seconds=time.monotonic() - begun)
+    found = replace(found, seconds=time.monotonic() - start)
     write_json(found.folder / configuration.TUNED, found)
     return found
 
@@ -164,7 +164,7 @@ def tune_script(
 def _configuration(
     command: Command, record: ProbeRecord, kept: ScriptSettings, confirmed: Outcome, gain: Interval
 ) -> Configuration:
-    """What ``trimtab run`` reads: the settings, the conditions and the evidence."""
+    """The configuration for ``trimtab run``: settings, conditions and evidence."""
     return Configuration(
         command=configuration.command_words(command),
         files=configuration.fingerprints(command, kept),
@@ -180,7 +180,7 @@ def _configuration(
     )
 
 
-def to_try(record: ProbeRecord, environment: Environment) -> list[ScriptSettings]:
+def candidate_settings(record: ProbeRecord, environment: Environment) -> list[ScriptSettings]:
     """The remedies of the checks' findings, the clearest first, then :func:`~trimtab.probe.candidates.candidates` that change
     something else.
 

@@ -97,14 +97,14 @@ def script_of(workload: Workload, folder: pathlib.Path, *, reference: str | None
     elif loader is None:
         kind, body = "calls", _CALLS
     else:
-        kind, body = "batches", _BATCHES.format(loader=repr(str(_kept(loader, folder))))
+        kind, body = "batches", _BATCHES.format(loader=repr(str(_pickle_loader(loader, folder))))
     text = _HEAD.format(imports=_IMPORTS[kind], source=pprint.pformat(dict(source), width=100)) + body
     path = folder / (re.sub(r"\W", "_", workload.name) + "_steps.py")
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def _kept(loader: Any, folder: pathlib.Path) -> pathlib.Path:
+def _pickle_loader(loader: Any, folder: pathlib.Path) -> pathlib.Path:
     path = folder / "loader.pkl"
     try:
         path.write_bytes(cloudpickle.dumps(loader))
