@@ -1,4 +1,4 @@
-"""What the script does outside its process: files, connections, child processes; and the guard of its writes in place."""
+"""Record the effects of the script outside of its process: files, connections, child processes. Guard its files in place."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def watch() -> None:
-    """List what happens from now on."""
+    """Record files, connections and child processes from now on."""
     sys.addaudithook(_hook)
 
 
 def guard() -> None:
-    """Make ``torch.save`` write nothing, note files that the process makes, and end the process at its first write to a file
-    that it did not make. Files for temporary use are left out."""
+    """Protect the files of a script that runs in place. ``torch.save`` writes nothing, created files are recorded, and the first
+    write to a file that existed before ends the process. Temporary files are exempt."""
     ours: set[str] = set()
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
     out = PLAN.get("out") or "."

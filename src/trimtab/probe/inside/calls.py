@@ -18,8 +18,8 @@ from trimtab.probe.inside.hooks import is_compiling, replace
 from trimtab.probe.inside.plan import MAIN
 from trimtab.probe.inside.sites import caller, here
 
-_THEIRS = frozenset({clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC})
-"""Phases within which reading a value is part of that phase: torch's optimizers read their step counts so."""
+_INNER_PHASES = frozenset({clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC})
+"""Phases that include the time to read a value, such as the step counts that torch's optimizers read."""
 
 saved: list[str] = []
 """Files that ``torch.save`` was called with."""
@@ -30,7 +30,7 @@ anomaly_at: list[str] = []
 
 
 def timed(name: str, phase: int, outer: frozenset[int] = frozenset()) -> Callable[[Any], Callable[..., Any]]:
-    """A maker for ``replace``: the call is a ``phase``, unless the phase around is one of ``outer``."""
+    """A factory for :func:`replace`. It times calls as ``phase``, unless the current phase is one of ``outer``."""
 
     def make(original: Any) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -102,37 +102,37 @@ class _Imports:
         return spec
 
 
-def _where(name: str) -> Callable[[Any], Callable[..., Any]]:
-    """A maker for ``replace``: the line that calls is told as the one that set the flag ``name``."""
+def _noting_site(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """A factory for :func:`replace`. It records the calling line as the one that set the flag ``name``."""
 
     def make(original: Any) -> Callable[..., Any]:
-        def told(*args: Any, **kwargs: Any) -> Any:
-            if "/torch/" not in sys._getframe(1).f_code.co_filename:  # torch.compile switches some on for itself
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if "/torch/" not in sys._getframe(1).f_code.co_filename:  # torch.compile sets some flags itself
                 flags.setdefault(name, here())
             return original(*args, **kwargs)
 
-        return told
+        return noting
 
     return make
 
 
-def _switches(original: Any) -> Callable[..., Any]:
-    """Note the line; whether the mode is on is seen in backward passes."""
+def _noting_anomaly_site(original: Any) -> Callable[..., Any]:
+    """Record the calling line. Whether anomaly mode is on is checked in backward passes."""
 
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         anomaly_at.append(here())
         return original(*args, **kwargs)
 
-    return told
+    return noting
 
 
 @functools.cache
 def watch() -> None:
-    """Replace the functions. What was replaced stays so until the process ends."""
+    """Replace the functions for the rest of the process."""
     for name in ("item", "cpu", "numpy", "tolist"):
-        replace(torch.Tensor, name, timed(f"Tensor.{name}", clock.SYNC, _THEIRS))
+        replace(torch.Tensor, name, timed(f"Tensor.{name}", clock.SYNC, _INNER_PHASES))
     for name in ("__repr__", "__format__"):
-        replace(torch.Tensor, name, timed("print of a tensor", clock.SYNC, _THEIRS))
+        replace(torch.Tensor, name, timed("print of a tensor", clock.SYNC, _INNER_PHASES))
     inner = frozenset({clock.FORWARD, clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC, clock.COPY})
     replace(torch.Tensor, "to", timed("Tensor.to", clock.COPY, inner))
     replace(torch.Tensor, "cuda", timed("Tensor.cuda", clock.COPY, inner))
@@ -159,9 +159,9 @@ def watch() -> None:
 
     replace(torch, "save", saving)
     replace(torch, "compile", timed("torch.compile", clock.OTHER))
-    replace(torch, "use_deterministic_algorithms", _where("deterministic algorithms"))
-    replace(torch, "set_num_threads", _where("torch.set_num_threads"))
+    replace(torch, "use_deterministic_algorithms", _noting_site("deterministic algorithms"))
+    replace(torch, "set_num_threads", _noting_site("torch.set_num_threads"))
     for owner in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
-        replace(owner, "__init__", _switches)
-    replace(torch.autograd.profiler.profile, "__init__", _where("profiler"))
-    replace(torch.profiler.profile, "__init__", _where("profiler"))
+        replace(owner, "__init__", _noting_anomaly_site)
+    replace(torch.autograd.profiler.profile, "__init__", _noting_site("profiler"))
+    replace(torch.profiler.profile, "__init__", _noting_site("profiler"))

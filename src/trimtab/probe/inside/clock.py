@@ -1,4 +1,4 @@
-"""A clock with a stack of phases: each instant counts for the innermost phase only, so that the phases add up to the whole.
+"""A clock with a stack of phases. Time counts for the innermost phase only, so that the phases add up to the elapsed time.
 
 Only the watched thread may call it. What the probe itself does is a phase of its own, ``probe``.
 """
@@ -16,7 +16,7 @@ PHASES: tuple[str, ...] = (*typing.get_args(Phase), "probe")
 FORWARD, BACKWARD, OPTIMIZER, ZERO_GRAD, DATA, COPY, SYNC, COMMUNICATION, LOGGING, SAVING, OTHER, PROBE = range(len(PHASES))
 
 spans: deque[tuple[int, int, int, int]] = deque(maxlen=60_000)
-"""(phase, start, end in ns, depth) of what ended last; filled while ``keep_spans`` is called with true."""
+"""(phase, start, end in ns, depth) of the last phases that ended while ``keep_spans(True)`` was in effect."""
 
 
 def _clock() -> tuple[
@@ -86,13 +86,12 @@ def _clock() -> tuple[
 
 
 enter, leave, switch, reading, current, keep_spans = _clock()
-"""``depth = enter(phase)`` and ``leave(depth)`` enclose a phase, whose duration in ns ``leave`` returns, and what an exception
-left open within it; ``switch(phase, depth)`` ends the innermost phase likewise and puts another in its place; ``reading()``:
-the time in ns, and the ns of every phase until that time, so that two readings differ by what the phases between them add
-up to."""
+"""``depth = enter(phase)`` and ``leave(depth)`` enclose a phase. ``leave`` returns its duration in ns. It also ends phases that
+an exception left open. ``switch(phase, depth)`` ends a phase likewise and begins another. ``reading()`` gives the time in ns
+and the ns of every phase; the differences of two readings add up to the time between them."""
 
 tally: dict[tuple[object, ...], list[int]] = {}
-"""(what, ...) -> [calls, ns] since the last cut."""
+"""Key -> [calls, ns] since the last :func:`take_tally`. A key is a tuple that begins with what is counted."""
 
 
 def add(key: tuple[object, ...], ns: int) -> None:
@@ -105,8 +104,8 @@ def add(key: tuple[object, ...], ns: int) -> None:
         entry[1] += ns
 
 
-def cut() -> dict[tuple[object, ...], list[int]]:
-    """What was counted since the last cut."""
+def take_tally() -> dict[tuple[object, ...], list[int]]:
+    """The tally since the last call of this function, which is reset."""
     found = tally.copy()
     tally.clear()
     return found

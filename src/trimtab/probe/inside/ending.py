@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 
-def leave() -> NoReturn:
+def end_process() -> NoReturn:
     """End the process without its exit handlers, ``finally`` blocks and saving on exit."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

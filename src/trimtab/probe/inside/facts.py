@@ -1,4 +1,4 @@
-"""What the objects of the script are: its modules, optimizers, loaders and flags."""
+"""Facts about the objects of the script: modules, optimizers, loaders and flags."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def batch_facts(loader: loaders.Loader, batch: Any) -> None:
-    """Look at a batch: of the first few at each, then at every eighth."""
+    """Record facts about a batch: each of the first four, then every eighth."""
     _counts[loader.number] += 1
     if _counts[loader.number] > 4 and _counts[loader.number] % 8:
         return
@@ -94,7 +94,7 @@ def batch_facts(loader: loaders.Loader, batch: Any) -> None:
 
 
 def _padding(batch: Any, tensors: list[torch.Tensor]) -> float | None:
-    """Share of positions that the attention mask excludes; without a mask, of the value that rows of integers end with."""
+    """Share of padding: positions that the attention mask excludes, or trailing positions with the most frequent last value."""
     mask: Any = batch.get("attention_mask") if hasattr(batch, "get") else None
     if issubclass(type(mask), torch.Tensor) and mask.dim() == 2:
         return 1.0 - float((mask != 0).float().mean())
@@ -108,8 +108,8 @@ def _padding(batch: Any, tensors: list[torch.Tensor]) -> float | None:
     return None
 
 
-def look_at_flags() -> None:
-    """Debugging switches as they stand during a backward pass."""
+def note_anomaly_mode() -> None:
+    """Record that anomaly mode is on, and the line that set it. Called during backward passes."""
     if torch.is_anomaly_enabled() and "anomaly mode" not in calls.flags:
         calls.flags["anomaly mode"] = calls.anomaly_at[-1] if calls.anomaly_at else ""
 
@@ -130,8 +130,8 @@ def flags() -> dict[str, str]:
     return found
 
 
-def busy() -> tuple[int, float, float]:
-    """Clock ticks of all processors that were not idle, the CPU time of this process and its children, and the time, in s."""
+def cpu_usage() -> tuple[int, float, float]:
+    """Busy clock ticks of all processors, CPU seconds of this process and its children, and the time in seconds."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]
@@ -142,7 +142,7 @@ def busy() -> tuple[int, float, float]:
 
 
 def _children_s() -> float:
-    """CPU time of the processes that this one started and that still run: workers of loaders."""
+    """CPU seconds of the running child processes, such as loader workers."""
     found, parent = 0, os.getpid()
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -152,11 +152,11 @@ def _children_s() -> float:
     return found / float(os.sysconf("SC_CLK_TCK"))
 
 
-def busy_since(before: tuple[int, float, float] | None) -> dict[str, float]:
-    """Seconds of CPU time since ``before``: of all processes, and of this one; and of wall time."""
+def cpu_usage_since(before: tuple[int, float, float] | None) -> dict[str, float]:
+    """CPU seconds since ``before`` of all processes and of this one, and the wall time in seconds."""
     if before is None or not before[0]:
         return {}
-    now = busy()
+    now = cpu_usage()
     return {
         "all_s": (now[0] - before[0]) / os.sysconf("SC_CLK_TCK"),
         "own_s": now[1] - before[1],
@@ -164,13 +164,13 @@ def busy_since(before: tuple[int, float, float] | None) -> dict[str, float]:
     }
 
 
-def plain(key: tuple[Any, ...]) -> list[Any]:
-    """A key of the tally as JSON: places become sites."""
+def key_as_json(key: tuple[Any, ...]) -> list[Any]:
+    """A key of the tally as JSON, with sites in place of places."""
     return [site(word) if isinstance(word, Place) else word for word in key]
 
 
-def plain_samples(first: int, last: int) -> list[Any]:
-    """Samples as [ns, site, text, phase, function, resident bytes, bytes that they rose by, number of the stack]."""
+def samples_as_json(first: int, last: int) -> list[Any]:
+    """Samples as [ns, site, text, phase, function, resident bytes, growth in bytes, number of the stack]."""
     found = []
     for ns, stack, phase, held, grown in lines.samples:
         if first <= ns <= last:
@@ -184,12 +184,12 @@ _stacks: dict[tuple[Place, ...], int] = {}
 
 
 def stacks() -> list[list[str]]:
-    """The stacks of the samples by their number, as ``main (train.py:35)``, the outermost line first."""
+    """The stacks of the samples, by number. A frame reads ``main (train.py:35)``; the outermost comes first."""
     return [[f"{function_of(place) or 'module'} ({site(place)})" for place in reversed(stack)] for stack in _stacks]
 
 
 def collect(since: float) -> Json:
-    """Facts on all objects that took part; ``since`` is the ``time.time()`` of the end of the warm-up."""
+    """Facts about all objects of the run; ``since`` is the ``time.time()`` at the end of the warm-up."""
     threads = process.threads()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
@@ -209,7 +209,7 @@ def collect(since: float) -> Json:
 
 
 def device() -> str:
-    """That of the first parameter."""
+    """Device type of the first parameter."""
     return next((str(p.device.type) for _, m in modules.values() for p in m.parameters()), "cpu")
 
 
@@ -284,11 +284,11 @@ def _optimizer(entry: hooks.Optimizer) -> Json:
 
 
 _known_loaders: dict[int, tuple[Json, Any, Any]] = {}
-"""Number of a loader -> facts, its data set, its collate function. A loader may be gone while its iterator is used."""
+"""Number of a loader -> facts, data set, collate function. Stored because a loader may be deleted before its iterator."""
 
 
-def remember(entry: loaders.Loader) -> None:
-    """Note the arguments of a loader as an iterator of it is made."""
+def note_loader(entry: loaders.Loader) -> None:
+    """Store the arguments of a loader when it makes an iterator."""
     loader = entry.ref()
     if loader is None or entry.number in _known_loaders:
         return
@@ -313,7 +313,7 @@ def remember(entry: loaders.Loader) -> None:
     _known_loaders[entry.number] = (facts, dataset if batched else None, loader.collate_fn)
 
 
-_read_twice: dict[int, Json] = {}
+_rereads: dict[int, Json] = {}
 
 
 def _loader(entry: loaders.Loader) -> Json:
@@ -323,14 +323,14 @@ def _loader(entry: loaders.Loader) -> Json:
     opened, examples = reading.opens.get(entry.dataset_id, (0, 0))
     found["opens"] = opened / examples if examples else 0.0
     if dataset is not None and _counts[entry.number]:
-        if entry.number not in _read_twice:
-            _read_twice[entry.number] = _reading(dataset, collate, reading.places.get(id(dataset)))
-        found |= _read_twice[entry.number]
+        if entry.number not in _rereads:
+            _rereads[entry.number] = _reading(dataset, collate, reading.places.get(id(dataset)))
+        found |= _rereads[entry.number]
     return found
 
 
 def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
-    """Read a batch: whether that draws random numbers, and whether the remedy that reads whole batches works."""
+    """Read a batch again, to find out whether reading draws random numbers and whether the data set can read whole batches."""
 
     def one_by_one() -> Any:
         return collate([dataset[place] for place in chosen])
@@ -345,8 +345,8 @@ def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
     return {"draws": draws, "batch_fetch": fits and reader.trusted is not False}
 
 
-def reduces() -> bool:
-    """Whether a backward pass that begins now reduces gradients among ranks."""
+def reduces_gradients() -> bool:
+    """Whether the backward pass that begins now reduces gradients among ranks."""
     return ranks() > 1 and any(getattr(module, "require_backward_grad_sync", False) for _, module in modules.values())
 
 
@@ -373,22 +373,22 @@ def _distributed() -> Json | None:
 
 
 def _compilations(utils: Any, since: float) -> list[Json]:
-    """Compilations by function that began after ``since``, a time of ``time.time()``."""
+    """Compilations after ``since``, in seconds of ``time.time()``, by function."""
     found: dict[str, Json] = {}
     for each in utils.get_compilation_metrics():
         begun = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
         if begun < since or not getattr(each, "co_filename", None):
             continue
         path = os.path.abspath(each.co_filename).removeprefix(FOLDER)
-        told = found.setdefault(f"{path}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0})
-        told["recompiles"] += 1
-        told["reason"] = getattr(each, "recompile_reason", None) or told["reason"]
-        told["seconds"] += getattr(each, "entire_frame_compile_time_s", None) or 0.0
-    return [{"site": where, **told} for where, told in found.items()]
+        entry = found.setdefault(f"{path}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0})
+        entry["recompiles"] += 1
+        entry["reason"] = getattr(each, "recompile_reason", None) or entry["reason"]
+        entry["seconds"] += getattr(each, "entire_frame_compile_time_s", None) or 0.0
+    return [{"site": where, **entry} for where, entry in found.items()]
 
 
-def compiles() -> bool:
-    """Whether code was compiled, or gradients are reduced by hooks of autograd."""
+def forbids_dispatch_mode() -> bool:
+    """Whether operators cannot be counted by a dispatch mode: code is compiled, or autograd hooks reduce gradients."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return bool(ranks() or (utils is not None and utils.counters.get("frames")))
 

@@ -1,4 +1,4 @@
-"""Which object of the script grows with the steps: containers that get longer, and graphs of autograd that get deeper."""
+"""Find the object of the script that grows with the steps: a container that gets longer, or a graph that gets deeper."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trimtab.probe.inside import clock
 from trimtab.probe.inside.sites import place_of, running, site
 
 found: dict[str, str] = {}
-"""``site``: the line that makes an object grow, and ``name``: of the variable."""
+"""``site``: the line that makes the object grow; ``name``: its variable."""
 _lengths: dict[int, int] = {}
 _depths: dict[str, int] = {}
 _first = 0
 
 
-def look(count: int, last: bool) -> None:
-    """Take the lengths of containers early in the measured steps, and compare late. It costs a walk over the living objects,
-    which is time of the probe, at the first and the last of the steps only."""
+def check(count: int, last: bool) -> None:
+    """Record the lengths of containers early in the measured steps, and compare them after the last one. Both walk over all
+    living objects; that time counts for the probe."""
     global _first
     if count == 2:
         _first = count
@@ -60,7 +60,7 @@ def _is_graph(value: Any) -> bool:
 
 
 def _depth(value: Any, most: int = 2000) -> int:
-    """Nodes along the first inputs of the graph that made ``value``."""
+    """Depth of the graph that made ``value``, along the first inputs."""
     node, depth = value.grad_fn, 0
     while node is not None and depth < most:
         inputs = node.next_functions
@@ -88,7 +88,7 @@ def _holds_memory(value: Any) -> bool:
 
 
 def _changing_line(frame: FrameType, name: str) -> int | None:
-    """The line of the frame's file that appends to the variable, or adds to it."""
+    """The line in the file of ``frame`` that appends or adds to the variable ``name``."""
     text = "".join(linecache.getlines(frame.f_code.co_filename))
     try:
         tree = ast.parse(text)

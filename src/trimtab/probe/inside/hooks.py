@@ -1,4 +1,4 @@
-"""Hooks on optimizers, backward passes, gradients: global ones of torch where there are, replaced functions elsewhere.
+"""Hooks on optimizers, backward passes and gradients: torch's global hooks where they exist, replaced functions elsewhere.
 
 Nothing is put on an instance, so that whatever the script saves or copies is what it is without the probe. A hook is installed
 by the first registration that needs it.
@@ -24,7 +24,7 @@ is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Set ``owner.name`` to ``make(original)``; nothing happens where there is no such function."""
+    """Set ``owner.name`` to ``make(original)``. Does nothing if ``owner`` has no such function."""
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -37,7 +37,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) ->
 
 
 class Optimizer:
-    """What is known of one optimizer of the script. It holds no reference that keeps the optimizer alive."""
+    """Facts about one optimizer of the script, with a weak reference to it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, place: Place | None, index: int) -> None:
         self.ref = weakref.ref(optimizer)
@@ -51,12 +51,12 @@ class Optimizer:
 
 
 optimizers: list[Optimizer] = []
-"""In the order in which they were made."""
+"""In the order of creation."""
 _by_id: dict[int, Optimizer] = {}
 
 
 def optimizer_entry(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """The entry of ``optimizer``; one that was made unseen gets the line that steps it."""
+    """The entry of ``optimizer``. An optimizer whose creation was not seen gets the line that steps it as its place."""
     found = _by_id.get(id(optimizer))
     if found is None or found.ref() is not optimizer:
         place = caller(sys._getframe(1))
@@ -69,7 +69,7 @@ def optimizer_entry(optimizer: torch.optim.Optimizer) -> Optimizer:
 _after_step: list[Callable[[Optimizer], None]] = []
 _depths: list[int] = []
 _closures: list[int] = []
-"""Depth of the clock within each ``step()`` that runs, and the ns that its closure took, which are passes and not its own."""
+"""Per running ``step()``: depth of the clock, and the ns of its closure, which count as passes and not as the optimizer."""
 
 
 @functools.cache
@@ -125,15 +125,14 @@ def on_optimizer_step(after: Callable[[Optimizer], None]) -> None:
 
 
 _losses: list[Callable[[float], None]] = []
-_at_backward: list[Callable[[Any], None]] = []
+_before_backward: list[Callable[[Any], None]] = []
 after_backward: list[Callable[[Place | None], None]] = []
-read = torch.Tensor.item
-"""``Tensor.item`` as it was before it was watched."""
+tensor_item = torch.Tensor.item
+"""The original ``Tensor.item``, which is not timed."""
 
 
 def scalar(tensors: Any) -> torch.Tensor | None:
-    """The loss among what a backward pass starts from: its first tensor, detached, reduced by its mean if it has several
-    elements."""
+    """The loss among the arguments of a backward pass: the first tensor, detached; its mean if it has several elements."""
     first = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
     if not isinstance(first, torch.Tensor):
         return None
@@ -150,13 +149,13 @@ def _install_backward() -> None:
             depth = clock.enter(clock.PROBE)
             place = caller(sys._getframe(1)) if after_backward else None
             tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
-            for seen in _at_backward:
-                seen(tensors)
+            for callback in _before_backward:
+                callback(tensors)
             if _losses:
                 loss = scalar(tensors)
-                value = float(read(loss)) if loss is not None else float("nan")
-                for told in _losses:
-                    told(value)
+                value = float(tensor_item(loss)) if loss is not None else float("nan")
+                for record in _losses:
+                    record(value)
             clock.switch(clock.BACKWARD)
             try:
                 return original(*args, **kwargs)
@@ -183,7 +182,7 @@ def around_backward(before: Callable[[Any], None] | None = None, after: Callable
     """Call ``before(tensors)``, and ``after(place)`` with the line of the script, without reading the loss."""
     _install_backward()
     if before is not None:
-        _at_backward.append(before)
+        _before_backward.append(before)
     if after is not None:
         after_backward.append(after)
 

@@ -1,5 +1,5 @@
-"""How often each line of the script runs within one step, by Python's tracing, and which operators it calls. It is a step after
-those that are timed."""
+"""Count the runs of each line of the script within one step, and the operators that each line calls, by Python's tracing. This
+step comes after the timed ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.probe.inside import clock
 from trimtab.probe.inside.sites import Place, caller, is_script, place_of, running
 
 MOST = 3_000_000
-"""Lines after which counting ends: a step of pure Python would take too long."""
+"""Most lines that are counted: a step in pure Python would otherwise take too long."""
 
 found: dict[Place, int] = {}
 operators: dict[tuple[str, str, Place], int] = {}
@@ -42,8 +42,8 @@ _counting = False
 
 
 def start(compiled: bool) -> bool:
-    """Count from now on, in the frames that are running too. ``False`` if a debugger or coverage traces already. Operators are
-    not counted where code is ``compiled``, which a dispatch mode would change."""
+    """Start counting, also in the running frames. Returns ``False`` if a debugger or a coverage tool traces already. Operators
+    are not counted if code is ``compiled``, because a dispatch mode would change it."""
     global _counting
     _counting = not compiled
     if _counting:
@@ -57,7 +57,7 @@ def start(compiled: bool) -> bool:
 
 
 def counted(function: Callable[[], Result], most: int) -> Result:
-    """The result of ``function()``, with the lines that run within it in :data:`found`, of which ``most`` are counted."""
+    """The result of ``function()``. At most ``most`` of the lines that run within it are counted in :data:`found`."""
     global _most
     _most = most
     found.clear()

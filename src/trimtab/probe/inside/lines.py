@@ -1,4 +1,4 @@
-"""A thread that notes every few milliseconds which line of the script the watched thread is in, and ends the run in time."""
+"""A sampling thread: every few milliseconds it records the current line of the watched thread. It also ends the run in time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trimtab.probe.inside.plan import MAIN, MAIN_NATIVE
 from trimtab.probe.inside.sites import Place, is_script, place_of
 
 EVERY_S, MOST = 0.005, 10.0
-"""Seconds between two samples, and how many times as long it may be on a busy machine."""
+"""Seconds between two samples, and the largest factor on it when the machine is busy."""
 
 SWITCH_S = 0.0005
-"""After how long a sample interrupts Python; its default of 5 ms lets most samples fall on calls that release its lock."""
-READ = 8
-"""Samples between two looks at how long the watched thread waited for a core."""
+"""Switch interval of Python in seconds. With the default of 5 ms most samples fall on calls that release the GIL."""
+PACE_EVERY = 8
+"""Samples between two updates of the sampling interval."""
 
 paused = False
-"""Whether no samples are taken, as while Python traces lines."""
+"""Whether sampling is paused, as while Python traces lines."""
 samples: list[tuple[int, tuple[Place, ...], int, int, int]] = []
-"""(ns, lines, phase): the lines of the script that called each other, the innermost first; resident bytes, and by how much they
-rose since the sample before."""
+"""(ns, lines, phase, resident bytes, growth in bytes since the sample before). The lines are the call stack of the script, the
+innermost first."""
 try:
     _statm = os.open("/proc/self/statm", os.O_RDONLY)
 except OSError:
@@ -34,20 +34,20 @@ _PAGE = resource.getpagesize()
 
 
 def resident() -> int:
-    """Resident bytes of this process; where the system does not tell, the most that they were."""
+    """Resident bytes of this process; their peak if the system does not give the current value."""
     if _statm >= 0:
         return int(os.pread(_statm, 64, 0).split()[1]) * _PAGE
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def interrupts() -> None:
-    """Let other threads of this process run within :data:`SWITCH_S`."""
+def shorten_switch_interval() -> None:
+    """Set the switch interval to :data:`SWITCH_S`, unless it is shorter."""
     sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
 
 
-class _Pace:
-    """How long to wait for the next sample: longer while the watched thread waits for a core, so that on a busy machine too
-    there is a sample per :data:`EVERY_S` of its work, and not one per time slice of another process."""
+class _SamplingInterval:
+    """The time until the next sample. It grows while the watched thread waits for a core, so that a busy machine also gives one
+    sample per :data:`EVERY_S` of CPU time, and not one per time slice of another process."""
 
     def __init__(self) -> None:
         try:
@@ -62,9 +62,9 @@ class _Pace:
         return (int(words[0]), int(words[1])) if len(words) > 1 else (0, 0)
 
     def seconds(self) -> float:
-        """Until the next sample."""
+        """Seconds until the next sample."""
         self._samples += 1
-        if self._samples % READ == 0:
+        if self._samples % PACE_EVERY == 0:
             self._paced_s = self._paced()
         return self._paced_s
 
@@ -79,7 +79,7 @@ def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
     """Sample from now on; call ``out_of_time`` in the sampling thread when ``time.monotonic()`` passes ``deadline``."""
 
     def sample() -> None:
-        before, pace = None, _Pace()
+        before, pace = None, _SamplingInterval()
         while time.monotonic() < deadline:
             time.sleep(pace.seconds())
             if paused:
@@ -100,5 +100,5 @@ def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
             samples.append((now, tuple(stack), phase, held, grown))
         out_of_time()
 
-    interrupts()
+    shorten_switch_interval()
     threading.Thread(target=sample, name="trimtab", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Hooks on ``DataLoader``: where loaders are made, with which arguments, and what the script waits for."""
+"""Hooks on ``DataLoader``: where and with which arguments loaders are made, and how long the script waits for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.probe.inside.sites import Place, caller, site
 
 
 class Loader:
-    """What is known of one loader of the script. It holds no reference that keeps the loader alive."""
+    """Facts about one loader of the script, with a weak reference to it."""
 
     def __init__(self, loader: Any, place: Place | None, index: int) -> None:
         self.ref = weakref.ref(loader)
@@ -28,7 +28,7 @@ class Loader:
         self.number = len(loaders)
         self.dataset_id = 0
         self.dataset = ""
-        """Class."""
+        """Class name."""
 
     @functools.cached_property
     def site(self) -> str:
@@ -36,7 +36,7 @@ class Loader:
 
 
 loaders: list[Loader] = []
-"""In the order in which they were made."""
+"""In the order of creation."""
 _by_id: dict[int, Loader] = {}
 _by_iterator: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
 _arguments: list[Callable[[str, dict[str, Any]], None]] = []
@@ -46,7 +46,7 @@ after_batches: list[Callable[[Loader], None]] = []
 
 
 def entry_of(loader: Any) -> Loader:
-    """The entry of a ``DataLoader``; one that was made unseen gets the line that is being executed."""
+    """The entry of a ``DataLoader``. A loader whose creation was not seen gets the current line as its place."""
     found = _by_id.get(id(loader))
     if found is None or found.ref() is not loader:
         place = caller(sys._getframe(1))

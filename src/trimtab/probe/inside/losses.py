@@ -1,4 +1,4 @@
-"""Losses of the first steps, from equal seeds; without backward passes, the size of each output."""
+"""Record the losses of the first steps from equal seeds; without backward passes, the size of each output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from trimtab.probe.inside import hooks, roots, steps
-from trimtab.probe.inside.ending import leave
-from trimtab.probe.inside.plan import PLAN, rank, tell
+from trimtab.probe.inside.ending import end_process
+from trimtab.probe.inside.plan import PLAN, rank, write_out
 from trimtab.probe.inside.remedies import padding
 
 SHAKE = 1e-6
@@ -42,12 +42,12 @@ def start() -> None:
         if written or rank() != 0:
             return
         written = True
-        tell(FILE, {"losses": losses, "outputs": outputs})
+        write_out(FILE, {"losses": losses, "outputs": outputs})
 
     def ended(number: int) -> None:
         if number >= int(PLAN.get("steps") or 40):
             write()
-            leave()
+            end_process()
 
     steps.on_step_end(ended)
     atexit.register(write)

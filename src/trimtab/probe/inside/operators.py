@@ -1,4 +1,4 @@
-"""The operators of torch over two steps, under torch's profiler, after the steps that are timed."""
+"""Record the operators of two steps with torch's profiler, after the timed steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _kept: list[bool] = []
 
 
 def start(notes: list[str]) -> bool:
-    """Begin to record. Returns whether torch lets us; the script may have a profiler of its own."""
+    """Start recording. Returns ``False`` if it is not possible, for example because the script runs a profiler of its own."""
     global _profiler
     flags = dict(calls.flags)
     try:
@@ -36,7 +36,7 @@ def start(notes: list[str]) -> bool:
         # torch.profiler.profile imports TorchInductor, which takes longer than most scripts' steps
         _profiler = profile(use_device=device, use_kineto=True, record_shapes=True, profile_memory=True, with_flops=True)
         _profiler.__enter__()
-        _open()
+        _begin_range()
     except (RuntimeError, AttributeError) as error:
         notes.append(f"Operators were not recorded: {error}.")
         return False
@@ -46,25 +46,25 @@ def start(notes: list[str]) -> bool:
     return True
 
 
-def _open() -> None:
+def _begin_range() -> None:
     global _range
     _range = record_function(STEP)
     _range.__enter__()
 
 
-def ended_step(mixed: bool) -> bool:
-    """Count a step; return whether enough were recorded. A ``mixed`` one is recorded, too, and left out of the figures: to stop
-    the profiler and start it again corrupts the heap with torch 2.13."""
+def end_step(mixed: bool) -> bool:
+    """Count a step. Returns whether enough steps were recorded. A ``mixed`` step is recorded but left out of the figures:
+    stopping and restarting the profiler corrupts the heap with torch 2.13."""
     _range.__exit__(None, None, None)
     _kept.append(not mixed)
     if sum(_kept) >= STEPS or len(_kept) >= TRIES:
         return True
-    _open()
+    _begin_range()
     return False
 
 
 def _recorded() -> tuple[list[Any], int]:
-    """Events of the steps that count, and how many steps those are."""
+    """The events of the steps that count, and the number of these steps."""
     events = list(_profiler.function_events)
     ranges = sorted((e.time_range.start, e.time_range.end) for e in events if e.name == STEP)
     kept = [found for found, clean in zip(ranges, _kept, strict=False) if clean] or ranges
@@ -72,7 +72,7 @@ def _recorded() -> tuple[list[Any], int]:
 
 
 def stop() -> None:
-    """End recording, and keep the figures per step."""
+    """Stop recording, and store the figures per step in :data:`found`."""
     if not _kept:
         _range.__exit__(None, None, None)
         _kept.append(True)

@@ -1,4 +1,4 @@
-"""What this process is to do, and which process this is.
+"""The plan of this process, and its role: rank, worker, watched thread.
 
 ``PLAN`` is the JSON of the environment variable ``TRIMTAB_PLAN``:
 
@@ -6,11 +6,11 @@
 ``mode``       ``observe``, ``turns``, ``losses``, ``trace`` or ``run``
 ``anchor``     what ends a step, ``{"kind", "site", "index"}``; ``null``: decided in the process, as when observing
 ``settings``   JSON form of :class:`~trimtab.core.script_settings.ScriptSettings`
-``steps``      how many to measure
-``seconds``    after which the process is to end
-``address``    of the driver's socket, and ``key``, its secret
-``out``        folder for what this process tells the driver
-``folder``     of the script; call sites are told relative to it
+``steps``      number of steps to measure
+``seconds``    time limit after which the process ends
+``key``        secret of the connection to the driver, in mode ``turns``
+``out``        folder for the output files that the driver reads
+``folder``     of the script; sites are relative to it
 ``watch``      seconds between two measurements of the split of a step in mode ``run``; ``null``: none
 ``guard``      whether writes to files that exist end the process, where they cannot be kept apart
 =============  ====================================================================================================
@@ -28,12 +28,12 @@ from typing import Any
 PLAN: dict[str, Any] = json.loads(os.environ.get("TRIMTAB_PLAN") or "{}")
 
 READING = "reading.jsonl"
-"""File in ``PLAN["out"]`` for what workers of loaders see."""
+"""File in ``PLAN["out"]`` for the records of loader workers."""
 
 MAIN: int = threading.get_ident()
-"""The thread that imported torch, which is the one that is watched."""
+"""The watched thread: the one that imported torch."""
 MAIN_NATIVE: int = threading.get_native_id()
-"""The system's number of that thread."""
+"""Id of that thread in the operating system."""
 
 IS_WORKER: bool = any(
     "multiprocessing" in word and ("spawn" in word or "forkserver" in word or "fork" in word) for word in sys.orig_argv
@@ -53,15 +53,15 @@ def process_age_s() -> float:
 
 
 def rank() -> int:
-    """Of this process in distributed training; 0 without it."""
+    """Rank of this process in distributed training; 0 without it."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
     return int(os.environ.get("RANK") or 0)
 
 
-def tell(name: str, data: dict[str, Any]) -> None:
-    """Write ``data`` into the file ``name`` of ``PLAN["out"]``, where the driver sees it whole or not at all."""
+def write_out(name: str, data: dict[str, Any]) -> None:
+    """Write ``data`` atomically as JSON to the file ``name`` in ``PLAN["out"]``, for the driver."""
     path = os.path.join(PLAN["out"], name)
     with open(f"{path}~", "w", encoding="utf-8") as file:
         json.dump(data, file)

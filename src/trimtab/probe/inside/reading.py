@@ -1,4 +1,4 @@
-"""Reading of batches in whichever process does it: its time, the files that it opens, and in workers the lines that it takes.
+"""Watch the reading of batches in any process: its time and opened files; in workers also the lines of the script.
 
 A worker is killed with the run, so it writes what it saw after each batch.
 """
@@ -24,14 +24,14 @@ from trimtab.probe.inside.plan import PLAN, READING
 from trimtab.probe.inside.sites import Place, function_of, is_script, place_of, site, text_at
 
 TRACED = 2
-"""The batch of the first worker whose lines are counted; the first one may open files for all that follow."""
+"""The batch of the first worker whose lines are counted. The first batch may open files that all later ones use."""
 MOST = 500_000
-"""Lines after which counting ends."""
+"""Most lines that are counted."""
 
 opens: dict[int, list[int]] = {}
 """Id of a data set -> files opened for reading, and examples read, in this process."""
 places: dict[int, list[Any]] = {}
-"""Id of a data set -> places of the batch that was read last in this process."""
+"""Id of a data set -> indices of the last batch that this process read."""
 
 
 def watch() -> None:
@@ -61,8 +61,8 @@ def watch() -> None:
         hooks.replace(fetcher, "fetch", make)
 
 
-def _first() -> bool:
-    """Whether no worker of this run has traced a batch before: workers are forked anew in each epoch."""
+def _claim_trace() -> bool:
+    """Whether this worker traces a batch: the first worker of a run that creates the file does."""
     try:
         os.close(os.open(os.path.join(PLAN["out"], "traced"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError:  # it exists; on a full disk nothing is traced
@@ -71,30 +71,30 @@ def _first() -> bool:
 
 
 class _Worker:
-    """A worker of a loader. A thread notes the line that reads, as :mod:`trimtab.probe.inside.lines` does in the main process;
-    the lines of one batch are counted by Python's tracing."""
+    """A worker of a loader. A thread samples the line that reads, as :mod:`trimtab.probe.inside.lines` does in the main
+    process. For one batch, Python's tracing counts the lines."""
 
-    def __init__(self, until: Any) -> None:
-        self._until = until
+    def __init__(self, fetch_code: Any) -> None:
+        self._fetch_code = fetch_code
         self._main = threading.get_ident()
         self._file = os.open(os.path.join(PLAN["out"], READING), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._samples: Counter[Place | None] = Counter()
         self._reads = False
         self._batches = 0
-        lines.interrupts()
+        lines.shorten_switch_interval()
         threading.Thread(target=self._sample, name="trimtab", daemon=True).start()
 
     def read(self, fetch: Callable[[], Any], dataset: Any, examples: int) -> Any:
-        """The batch of ``fetch``; what it took is written."""
+        """Read a batch with ``fetch`` and write what was recorded meanwhile. Returns the batch."""
         self._batches += 1
         info = get_worker_info()
-        traced = self._batches == TRACED and info is not None and info.id == 0 and sys.gettrace() is None and _first()
+        traced = self._batches == TRACED and info is not None and info.id == 0 and sys.gettrace() is None and _claim_trace()
         start, opened, self._reads = perf_counter_ns(), audit.opened, True
         try:
             batch = line_counts.counted(fetch, MOST) if traced else fetch()
         finally:
             self._reads = False
-        told = {
+        row = {
             "dataset": id(dataset),
             "name": type(dataset).__name__,
             "ns": 0 if traced else perf_counter_ns() - start,
@@ -104,13 +104,13 @@ class _Worker:
         runs = dict(line_counts.found) if traced else {}
         samples, self._samples = Counter() if traced else self._samples, Counter()
         seen = dict.fromkeys([*samples, *runs])
-        told["lines"] = [
+        row["lines"] = [
             ["", "", "", samples[place], 0]
             if place is None
             else [site(place), text_at(place), function_of(place), samples[place], runs.get(place, 0)]
             for place in seen
         ]
-        os.write(self._file, f"{json.dumps(told)}\n".encode())
+        os.write(self._file, f"{json.dumps(row)}\n".encode())
         return batch
 
     def _sample(self) -> None:
@@ -121,8 +121,8 @@ class _Worker:
                 self._samples[self._place(here)] += 1
 
     def _place(self, here: FrameType | None) -> Place | None:
-        """The innermost line of the script within the reading, if any is."""
-        while here is not None and here.f_code is not self._until:
+        """The innermost line of the script below the call of ``fetch``; ``None`` if there is none."""
+        while here is not None and here.f_code is not self._fetch_code:
             number: int | None = here.f_lineno
             if number is not None and is_script(here.f_code):
                 return place_of(here.f_code, number)

@@ -1,4 +1,4 @@
-"""Watch a script: register with every hook, keep a log of events, and write it down when enough steps were seen.
+"""Watch a script: register with every hook, keep a log of events, and write the log when enough steps were measured.
 
 The log is raw: :mod:`trimtab.probe.analysis` makes the record of it, in the driver's process.
 """
@@ -33,26 +33,26 @@ from trimtab.probe.inside import (
     steps,
 )
 from trimtab.probe.inside.boundary import attempt
-from trimtab.probe.inside.ending import leave
+from trimtab.probe.inside.ending import end_process
 from trimtab.probe.inside.facts import batch_facts, first_tensors
-from trimtab.probe.inside.plan import PLAN, process_age_s, rank, tell
+from trimtab.probe.inside.plan import PLAN, process_age_s, rank, write_out
 from trimtab.probe.inside.sites import caller, site, texts
 from trimtab.probe.inside.steps import Key
 
 WARM_UP = 6
-"""Events of the anchor that are not counted, because they are not like those that follow."""
+"""Warm-up: events of the anchor that are not counted."""
 
 CERTAIN = 30
-"""Calls of a module in training mode that are looked at for whether a backward pass uses them."""
+"""Calls of a module in training mode after which the search for graphs without a backward pass ends."""
 
 Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int]
-"""Time in ns, totals of the phases in ns, minor page faults, resident bytes, calls of modules that evaluate, iterators made,
-CPU time in ns; since the process started."""
+"""Time in ns, totals of the phases in ns, minor page faults, resident bytes, calls of modules in evaluation, iterators made,
+and CPU time in ns, all since the start of the process."""
 
 marks: dict[Key, list[Snapshot]] = {}
 tallies: list[tuple[int, list[Any]]] = []
 losses: list[Any] = []
-"""Numbers; on a GPU tensors, which are not read before the end, so that nothing waits for them."""
+"""Losses as numbers; on a GPU as tensors, which are read at the end only, to avoid synchronization."""
 outputs: list[torch.Tensor] = []
 graphs: list[list[Any]] = []
 """[module, training, ns, used, time] of calls that recorded a graph."""
@@ -69,7 +69,7 @@ _warm_s = time.time()
 _out_of_time = False
 _owner = os.getpid()
 _arrivals: list[int] = []
-"""Times in ns, of a clock that all processes of the machine share, at which backward passes began that reduce gradients."""
+"""Start times of backward passes that reduce gradients, in ns of a clock that all processes of the machine share."""
 
 
 def begin() -> None:
@@ -101,15 +101,15 @@ def _forked() -> None:
 def _epoch(loader: loaders.Loader) -> None:
     global _iterators
     _iterators += 1
-    facts.remember(loader)
+    facts.note_loader(loader)
 
 
 def _backward(tensors: Any) -> None:
     loss = hooks.scalar(tensors)
     if loss is not None and len(losses) < 10_000:
-        losses.append(float(hooks.read(loss)) if loss.device.type == "cpu" else loss)
-    facts.look_at_flags()
-    if facts.reduces():
+        losses.append(float(hooks.tensor_item(loss)) if loss.device.type == "cpu" else loss)
+    facts.note_anomaly_mode()
+    if facts.reduces_gradients():
         clock.add(("reduce",), 0)
         _arrivals.append(time.perf_counter_ns())
 
@@ -157,9 +157,9 @@ def _mark(key: Key) -> None:
     of_key = marks.setdefault(key, [])
     before = of_key[-1] if of_key else None
     of_key.append(now)
-    tallies.append((now[0], list(clock.cut().items())))
+    tallies.append((now[0], list(clock.take_tally().items())))
     if _busy_at_start is None:
-        _busy_at_start = facts.busy()
+        _busy_at_start = facts.cpu_usage()
     if steps.anchor is None:
         if _out_of_time:
             finish(False)
@@ -171,7 +171,7 @@ def _mark(key: Key) -> None:
         finish(False)
         return
     if _profiled_from is not None:
-        if not _counting and (operators.ended_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
+        if not _counting and (operators.end_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
             operators.stop()
             _count_lines()
         return
@@ -181,33 +181,33 @@ def _mark(key: Key) -> None:
         _clean += not mixed
     wanted = int(PLAN.get("steps") or 40)
     enough = _clean >= wanted or count - WARM_UP >= (wanted if 2 * _clean < count - WARM_UP else 3 * wanted)
-    growth.look(count - WARM_UP, enough)
+    growth.check(count - WARM_UP, enough)
     if enough or _out_of_time:
         if _out_of_time:
             finish(False)
         _profiled_from = count
-        if rank() == 0:  # for the case that the profiler ends the process
+        if rank() == 0:  # because the profiler may crash the process
             attempt(_write, False, "early")
         elif _arrivals:
-            attempt(tell, f"arrivals-{os.getpid()}.json", {"ns": _arrivals})
+            attempt(write_out, f"arrivals-{os.getpid()}.json", {"ns": _arrivals})
         if not operators.start(notes):
             finish(False)
 
 
 def _count_lines() -> None:
-    """Count the lines of one more step, which the other ranks make too. What was seen until then is written first, for the
-    case that tracing ends the process."""
+    """Count the lines of one more step, which the other ranks run too. The log is written before, because tracing may crash the
+    process."""
     global _counting
     if _out_of_time:
         finish(False)
     _counting = lines.paused = True
     if rank() == 0:
         attempt(_write, False, "early")
-        line_counts.start(compiled=facts.compiles())
+        line_counts.start(compiled=facts.forbids_dispatch_mode())
 
 
 def _time_is_up() -> None:
-    """Let the next step end the run; if none ends soon, end it here, in the sampling thread."""
+    """End the run at the next step; if none ends soon, end it here, in the sampling thread."""
     global _out_of_time
     _out_of_time = True
     time.sleep(min(5.0, 0.1 * float(PLAN.get("seconds") or 60.0)))
@@ -215,22 +215,22 @@ def _time_is_up() -> None:
 
 
 def finish(finished: bool) -> None:
-    """Write what was seen, and end the process unless it ends by itself. Nothing of the script runs after that."""
+    """Write the log. If the script has not ``finished``, end the process, so that none of its code runs any more."""
     if os.getpid() != _owner or not _done.acquire(blocking=False):
         return
     if rank() == 0:
         _, error = attempt(_write, finished)
         if error is not None:
-            tell(f"failed-{os.getpid()}.json", {"error": f"{type(error).__name__}: {error}"})
+            write_out(f"failed-{os.getpid()}.json", {"error": f"{type(error).__name__}: {error}"})
             if PLAN.get("debug"):
                 raise error
     if finished:
         return
-    leave()
+    end_process()
 
 
 def _is_temporary(path: str) -> bool:
-    """Whether a file for temporary use is gone again."""
+    """Whether ``path`` was a temporary file that has been deleted."""
     return path.startswith(tempfile.gettempdir()) and not os.path.lexists(path)
 
 
@@ -241,11 +241,12 @@ def _write(finished: bool, name: str = "log") -> None:
         of_anchor = sorted(snapshot for key, found in marks.items() if key[:2] == anchor[:2] for snapshot in found)
     if anchor is None or len(of_anchor) < 2:
         counts = [[*key, count] for key, count in steps.counts.items()]
-        tell(f"seen-{os.getpid()}.json", {"counts": counts, "finished": finished})
+        write_out(f"seen-{os.getpid()}.json", {"counts": counts, "finished": finished})
         return
     first_ns = of_anchor[0][0]
     measured = of_anchor[: _profiled_from or len(of_anchor)]
-    tell(
+    last_ns = measured[-1][0]
+    write_out(
         f"{name}-{os.getpid()}.json",
         {
             "finished": finished,
@@ -254,15 +255,15 @@ def _write(finished: bool, name: str = "log") -> None:
             "marks": measured,
             "warm_up": WARM_UP,
             "tallies": [
-                [ns, [[facts.plain(key), found] for key, found in entries]] for ns, entries in tallies if ns <= measured[-1][0]
+                [ns, [[facts.key_as_json(key), found] for key, found in entries]] for ns, entries in tallies if ns <= last_ns
             ],
-            "samples": facts.plain_samples(first_ns, measured[-1][0]),
+            "samples": facts.samples_as_json(first_ns, last_ns),
             "stacks": facts.stacks(),
-            "spans": [span for span in clock.spans if first_ns <= span[1] <= measured[-1][0]],
+            "spans": [span for span in clock.spans if first_ns <= span[1] <= last_ns],
             "graphs": [[*entry[:5], site(entry[5])] for entry in graphs],
             "losses": [float(loss) for loss in losses or outputs],
             "notes": notes,
-            "busy": facts.busy_since(_busy_at_start),
+            "busy": facts.cpu_usage_since(_busy_at_start),
             "writes": [path for path in dict.fromkeys([*calls.saved, *audit.writes]) if not _is_temporary(path)],
             "network": list(audit.network),
             "children": list(audit.children),

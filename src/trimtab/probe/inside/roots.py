@@ -74,7 +74,7 @@ def _bound(wrapper: Wrapper, module: Any, call: Callable[..., Any], *args: Any, 
 
 
 def scan() -> None:
-    """Find the roots among the living modules. Modules that were found before stay."""
+    """Find the roots among all living modules. Earlier roots stay."""
     global _scans
     _scans += 1
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
@@ -93,8 +93,8 @@ def _add(module: Any) -> None:
         _watch(type(module))
 
 
-def descend() -> None:
-    """Where no root is called, as with a ``LightningModule``, take their children as roots."""
+def add_children() -> None:
+    """If no root was called, as with a ``LightningModule``, add the children of the roots as roots."""
     if not called & {key for key, module in roots.items() if not issubclass(type(module), _Loss)}:
         for module in list(roots.values()):
             for child in module.__dict__.get("_modules", {}).values():
@@ -121,7 +121,7 @@ def _install() -> None:
         if backwards == 1 or (backwards in (2, 5) and not called):
             scan()
         if backwards in (2, 5):
-            descend()
+            add_children()
         if backwards == 5:
             hooks.after_backward.remove(after_backward)
 

@@ -1,4 +1,4 @@
-"""Lines of the script: which frames are the script's own, and how they are told."""
+"""Lines of the script: which frames are the script's own, and their sites such as ``train.py:35``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIBRARIES = tuple(
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _PROBE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NEITHER, _LIBRARY, _SCRIPT = range(3)
-"""Kinds of code: torch and the probe, another library, the person's own."""
+"""Kinds of code: torch and the probe, other libraries, the script's own."""
 
 
 class Place:
@@ -30,15 +30,15 @@ class Place:
 
 
 _known: dict[int, tuple[CodeType, int]] = {}
-"""Id of a code object -> it, which so stays alive, and its kind. The hash of a code object itself takes microseconds: Python
-computes it anew each time, over all constants, and for a whole script over all of its functions."""
+"""Id of a code object -> the object, which keeps it alive, and its kind. The key is the id, because Python does not cache the
+hash of a code object, which covers all constants and inner functions."""
 _places: dict[tuple[int, int], Place] = {}
 _files: dict[str, tuple[str, int]] = {}
-"""Site -> file and line, of every site that was told."""
+"""Site -> file and line, of every site that :func:`site` returned."""
 
 
 def is_script(code: CodeType) -> bool:
-    """Whether ``code`` is the person's: neither of the standard library, nor of an installed package, nor of trimtab."""
+    """Whether ``code`` belongs to the script: not to the standard library, an installed package or trimtab."""
     return _kind(code) == _SCRIPT
 
 
@@ -60,7 +60,7 @@ def _kind_of(name: str) -> int:
 
 
 def place_of(code: CodeType, line: int) -> Place:
-    """The one object for a line."""
+    """The :class:`Place` of a line, always the same object."""
     key = id(code), line
     found = _places.get(key)
     if found is None:
@@ -93,7 +93,7 @@ def running() -> list[FrameType]:
 
 
 def site(place: Place | None) -> str:
-    """``train.py:35``, relative to the script's folder where it lies in it; empty for no place."""
+    """The site, such as ``train.py:35``; relative to the script's folder if it is in there; empty for ``None``."""
     if place is None:
         return ""
     path = os.path.abspath(place.code.co_filename)
@@ -104,15 +104,15 @@ def site(place: Place | None) -> str:
             if path.startswith(library):
                 path = path[len(library) :]
                 break
-    told = f"{path}:{place.line}"
-    _files[told] = place.code.co_filename, place.line
-    return told
+    name = f"{path}:{place.line}"
+    _files[name] = place.code.co_filename, place.line
+    return name
 
 
 def texts() -> dict[str, str]:
-    """The text of the line of every site that was told, with its indentation."""
-    found = {told: linecache.getline(file, number).rstrip("\n") for told, (file, number) in _files.items()}
-    return {told: text for told, text in found.items() if text}
+    """Site -> text of the line with its indentation, for every site that :func:`site` returned."""
+    found = {name: linecache.getline(file, number).rstrip("\n") for name, (file, number) in _files.items()}
+    return {name: text for name, text in found.items() if text}
 
 
 def here() -> str:

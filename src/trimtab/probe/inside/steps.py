@@ -1,4 +1,4 @@
-"""What a step is: the *anchor* whose events end steps.
+"""Steps: the *anchor* is the event that ends a step.
 
 It is the optimizer that steps most rarely, the last of those; without an optimizer a backward pass; without one a batch of a
 loader; without one a call of an outermost module.
@@ -22,7 +22,7 @@ ENOUGH = 6
 
 anchor: Key | None = None
 counts: dict[Key, int] = {}
-"""Events of every candidate, those first that came first."""
+"""Number of events of every candidate, in the order of their first events."""
 _last: dict[Key, int] = {}
 _events = 0
 _number = 0
@@ -30,18 +30,18 @@ _callbacks: list[Callable[[int], None]] = []
 _marks: list[Callable[[Key], None]] = []
 
 
-def _given() -> Key | None:
+def _planned_anchor() -> Key | None:
     given = PLAN.get("anchor")
     return (given["kind"], given["site"], given.get("index", 0)) if given else None
 
 
 def rarest(kind: str) -> Key | None:
-    """The candidate of a kind with the fewest events; of several the one whose event came last."""
+    """The candidate of a kind with the fewest events; among equals, the one with the latest event."""
     return min((key for key in counts if key[0] == kind), key=lambda key: (counts[key], -_last[key]), default=None)
 
 
 def decide(late: bool = False) -> Key | None:
-    """The anchor that the events so far tell; ``None`` if it is too early. ``late``: there is no time for more."""
+    """The anchor according to the events so far; ``None`` if it is too early. ``late``: decide now in any case."""
     optimizers = [count for key, count in counts.items() if key[0] == "optimizer"]
     if optimizers:
         return rarest("optimizer") if late or max(optimizers) >= ENOUGH else None
@@ -66,66 +66,57 @@ def _event(key: Key) -> None:
         _last[key] = _events
         anchor = decide()
         if anchor is not None:
-            _forget(anchor[0])
+            _remove_callbacks(anchor[0])
     elif key == anchor or (key[0] == "batch" and key[:2] == anchor[:2]):
         _number += 1
         for callback in _callbacks:
             callback(_number)
     else:
         return
-    for told in _marks:
-        told(key)
+    for callback in _marks:
+        callback(key)
 
 
-@functools.cache
-def _places() -> dict[Any, str]:
-    return {}
-
-
-def _site(place: Any) -> str:
-    known = _places()
-    if place not in known:
-        known[place] = site(place)
-    return known[place]
+_site = functools.cache(site)
 
 
 @functools.cache
 def _install() -> None:
     global anchor
-    anchor = _given()
+    anchor = _planned_anchor()
     kinds = {anchor[0]} if anchor else {"optimizer", "backward", "batch", "forward"}
     if "optimizer" in kinds:
-        hooks.on_optimizer_step(after=_stepped)
+        hooks.on_optimizer_step(after=_on_optimizer_step)
     if "backward" in kinds:
-        hooks.around_backward(after=_went_back)
+        hooks.around_backward(after=_on_backward)
     if "batch" in kinds:
-        loaders.on_batch(after=_handed_out)
+        loaders.on_batch(after=_on_batch)
     if "forward" in kinds:
-        roots.after_calls(_called)
+        roots.after_calls(_on_call)
 
 
-def _stepped(entry: hooks.Optimizer) -> None:
+def _on_optimizer_step(entry: hooks.Optimizer) -> None:
     _event(("optimizer", entry.site, entry.index))
 
 
-def _went_back(place: Any) -> None:
+def _on_backward(place: Any) -> None:
     _event(("backward", _site(place), 0))
 
 
-def _handed_out(loader: loaders.Loader) -> None:
+def _on_batch(loader: loaders.Loader) -> None:
     _event(("batch", loader.site, loader.index))
 
 
-def _called(module: Any) -> None:
+def _on_call(module: Any) -> None:
     _event(("forward", type(module).__name__, 0))
 
 
-def _forget(kind: str) -> None:
-    """Take back what is not needed once the anchor is of ``kind``."""
+def _remove_callbacks(kind: str) -> None:
+    """Remove the callbacks that are not needed once the anchor is of ``kind``."""
     kinds: Any = {
-        "backward": (hooks.after_backward, _went_back),
-        "batch": (loaders.after_batches, _handed_out),
-        "forward": (roots.after, _called),
+        "backward": (hooks.after_backward, _on_backward),
+        "batch": (loaders.after_batches, _on_batch),
+        "forward": (roots.after, _on_call),
     }
     for other, (callbacks, own) in kinds.items():
         if other != kind and own in callbacks:

@@ -12,28 +12,28 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import roots, steps
-from trimtab.probe.inside.ending import leave
+from trimtab.probe.inside.ending import end_process
 from trimtab.probe.inside.plan import PLAN
 
 
 def start() -> None:
     """Begin what the plan asks for."""
-    stop = _profiled(PLAN["schedule"]) if PLAN.get("schedule") else None
+    stop = _start_profiler(PLAN["schedule"]) if PLAN.get("schedule") else None
     if PLAN.get("nvtx") and torch.cuda.is_available():
-        _ranges()
+        _add_ranges()
 
     def end(number: int) -> None:
         if number < PLAN["steps"]:
             return
         if stop is not None:
             stop()
-        leave()
+        end_process()
 
     steps.on_step_end(end)
 
 
-def _profiled(schedule: dict[str, int]) -> Callable[[], None]:
-    """Record the steps of the schedule; each cycle becomes a file ``*.pt.trace.json``. Returns what ends it."""
+def _start_profiler(schedule: dict[str, int]) -> Callable[[], None]:
+    """Record the steps of the schedule; each cycle writes a file ``*.pt.trace.json``. Returns the function that stops it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -49,8 +49,8 @@ def _profiled(schedule: dict[str, int]) -> Callable[[], None]:
     return profiler.stop
 
 
-def _ranges() -> None:
-    """A range for each step, and one within for each call of an outermost module."""
+def _add_ranges() -> None:
+    """Push an NVTX range for each step, and within it one for each call of an outermost module."""
     nvtx = torch.cuda.nvtx
     nvtx.range_push("step 1")  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""Blocks of steps of the running script, timed on request: its steps wait for a driver, which measures in turns.
+"""Time blocks of steps of the running script on request of the driver, which alternates between two scripts or settings.
 
 The end of a step blocks on a UNIX socket and speaks the protocol of :mod:`trimtab.measure.remote`, with a further request:
 ``set`` applies settings from the next step on.
@@ -20,36 +20,36 @@ from trimtab.measure.host import waited_ns, waits
 from trimtab.measure.remote import LONGEST_REQUEST, listening
 from trimtab.measure.timer import pace, unrecorded_calls
 from trimtab.probe.inside import loaders, roots, steps
-from trimtab.probe.inside.ending import leave
-from trimtab.probe.inside.plan import PLAN, rank, tell
+from trimtab.probe.inside.ending import end_process
+from trimtab.probe.inside.plan import PLAN, rank, write_out
 from trimtab.probe.inside.remedies import apply
 
 SOCKET = "turns"
 """Name of the socket in ``PLAN["out"]``."""
 SETTINGS = "settings.json"
-"""Name of the file there by which rank 0 tells others its settings."""
+"""Name of the file there in which rank 0 passes settings to the other ranks."""
 IDLE_NS = 20_000_000
-"""After a longer pause the workers of a loader have read ahead, and as many steps are not recorded."""
+"""After a longer pause, loader workers have read ahead. As many steps as they read batches are then not recorded."""
 MOST_MIXED = 20
-"""After as many mixed steps in a row mixed ones are recorded too: each step of the script is."""
+"""After this many mixed steps in a row, mixed steps are recorded too. A mixed step holds an evaluation or a new iterator."""
 Steps = Generator[None, tuple[int, bool], Any]
-"""Yields to run a step; is sent its nanoseconds, and whether it is mixed."""
+"""A coroutine that yields to run one step, and is sent the ns of the step and whether it was mixed."""
 
 
 def start() -> None:
-    """Serve from the end of the first step on; in further ranks follow what the first one switches."""
+    """Serve the driver from the end of the first step on. Further ranks follow the settings of rank 0."""
     mixed = _watch_mixed()
-    conversation: Steps | None = None
+    session: Steps | None = None
     begun = 0
 
     def ended(number: int) -> None:
-        nonlocal conversation, begun
+        nonlocal session, begun
         ns = time.perf_counter_ns() - begun
-        if conversation is None:
-            conversation = _conversation() if rank() == 0 else _following()
-            next(conversation)
+        if session is None:
+            session = _serve_driver() if rank() == 0 else _follow_rank_zero()
+            next(session)
         else:
-            conversation.send((ns, mixed()))
+            session.send((ns, mixed()))
         mixed()
         begun = time.perf_counter_ns()
 
@@ -79,7 +79,7 @@ def _watch_mixed() -> Callable[[], bool]:
     return mixed
 
 
-def _conversation() -> Steps:
+def _serve_driver() -> Steps:
     with listening(os.path.join(PLAN["out"], SOCKET), bytes.fromhex(PLAN["key"])) as listener:
         server = _Server()
         while True:
@@ -95,21 +95,21 @@ def _conversation() -> Steps:
                     if request["do"] == "stop":
                         peer.send_bytes(b"{}")
                         peer.close()
-                        leave()
+                        end_process()
                     answer = yield from server.answer(request)
                     peer.send_bytes(json.dumps(answer).encode())
 
 
 class _Server:
-    """Answers requests; every method that needs steps of the script is a generator that yields for each."""
+    """Answers requests. A method that needs steps of the script is a generator, which yields for each step."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.idle = 0
         self.done = 1
         """Steps since the script began to serve."""
-        self._whole = False
-        self._settle = 0
+        self._keep_mixed = False
+        self._unsettled = 0
         self._pending: Mapping[str, Any] | None = None
 
     def answer(self, request: Mapping[str, Any]) -> Steps:
@@ -122,33 +122,33 @@ class _Server:
             self._set(request["settings"])
             return {}
         if verb == "block":
-            yield from self._lead(unrecorded_calls(calls))
+            yield from self._run_unrecorded(unrecorded_calls(calls))
             return {"ns": (yield from self._steps(calls))}
         if verb == "samples":
-            yield from self._lead(0)
+            yield from self._run_unrecorded(0)
             return {"samples": (yield from self._samples(count, calls))}
         return {"error": f"There is no request {verb!r}."}
 
     def _set(self, settings: Mapping[str, Any]) -> None:
-        self._whole = settings.get("without") in ("evaluation", "saving")
+        self._keep_mixed = settings.get("without") in ("evaluation", "saving")
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             # the other ranks end their step before this one takes part in the next: all switch at the end of that
-            tell(SETTINGS, {"step": self.done + 1, "settings": settings})
+            write_out(SETTINGS, {"step": self.done + 1, "settings": settings})
             self._pending = settings
         else:
             apply(settings)
-        self._settle = 1
+        self._unsettled = 1
 
-    def _lead(self, steps: int) -> Steps:
-        """Steps that are not recorded: in which settings take effect, and whose batches were read during the pause."""
+    def _run_unrecorded(self, steps: int) -> Steps:
+        """Run steps that are not recorded: settings take effect in them, or their batches were read during the pause."""
         if self._pending is not None:
             yield from self._step()
             apply(self._pending)
             self._pending = None
         read = max((_read_ahead(entry.ref()) for entry in loaders.loaders), default=0) if self.idle > IDLE_NS else 0
-        for _ in range(max(self._settle, steps, read)):
+        for _ in range(max(self._unsettled, steps, read)):
             yield from self._step()
-        self._settle = self.idle = 0
+        self._unsettled = self.idle = 0
 
     def _step(self) -> Steps:
         ns, mixed = yield
@@ -160,7 +160,7 @@ class _Server:
         left_out = 0
         while len(times) < calls:
             ns, mixed = yield from self._step()
-            if mixed and not self._whole and left_out < MOST_MIXED:
+            if mixed and not self._keep_mixed and left_out < MOST_MIXED:
                 left_out += 1
                 continue
             left_out = 0 if not mixed else left_out
@@ -177,12 +177,12 @@ class _Server:
 
 
 def _read_ahead(loader: Any) -> int:
-    """Batches that the workers of ``loader`` read while nobody asks."""
+    """Number of batches that the workers of ``loader`` prefetch."""
     return 0 if loader is None else loader.num_workers * (loader.prefetch_factor or 0)
 
 
-def _following() -> Steps:
-    """Apply what rank 0 wrote, at the end of the step that it named."""
+def _follow_rank_zero() -> Steps:
+    """Apply the settings that rank 0 wrote, at the end of the step that it named."""
     path, done, seen = os.path.join(PLAN["out"], SETTINGS), 1, 0
     pending: dict[str, Any] | None = None
     while True:

@@ -1,4 +1,4 @@
-"""The split of a step, measured again now and then in a long run; one line on standard error tells when it shifts."""
+"""Repeat the measurement of phases during a long run, and report on standard error when their shares shift."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trimtab.probe.inside.plan import PLAN, rank
 WARM_UP, STEPS = 6, 20
 """Steps before the first measurement, and of each measurement."""
 TIMES = 2
-"""Measurements, one after the other, that must show a shift: one alone may be a pause of the machine."""
+"""Measurements in a row that must show a shift. A single one may be a pause of the machine."""
 SHARE, SLOWER = 0.1, 1.25
-"""Shift of a phase as a share of a step, and ratio of the times of a step, from which on it is told."""
+"""A shift is reported if the share of a phase changes by ``SHARE``, or the time of a step by the factor ``SLOWER``."""
 
 Split = tuple[float, dict[str, float]]
 """ms of a step, and the share of each phase."""
 
-_first: Split | None = None
+_reference: Split | None = None
 _shifted = 0
 _next_s = 0.0
 _readings: list[tuple[int, tuple[int, ...]]] = []
@@ -39,14 +39,14 @@ def _step(number: int) -> None:
         return
     _readings.append(clock.reading())
     if len(_readings) > STEPS:
-        _judge(number, _split())
+        _compare(number, _split())
         _readings.clear()
-        clock.cut()
+        clock.take_tally()
         _next_s = time.monotonic() + float(PLAN["watch"])
 
 
 def _split() -> Split:
-    """Of the steps that take up to twice the median; an evaluation or a checkpoint is none of them."""
+    """The split of the steps that take up to twice the median, which leaves out evaluations and checkpoints."""
     pairs = itertools.pairwise(_readings)
     each = [(now[0] - before[0], [b - a for a, b in zip(before[1], now[1], strict=True)]) for before, now in pairs]
     most = 2 * statistics.median(ns for ns, _ in each)
@@ -56,18 +56,18 @@ def _split() -> Split:
     return total / len(usual) / 1e6, {name: ns / total for name, ns in spent.items()}
 
 
-def _judge(number: int, split: Split) -> None:
-    global _first, _shifted
-    if _first is None:
-        _first = split
+def _compare(number: int, split: Split) -> None:
+    global _reference, _shifted
+    if _reference is None:
+        _reference = split
         return
-    (was_ms, was), (ms, now) = _first, split
+    (was_ms, was), (ms, now) = _reference, split
     name = max(now, key=lambda phase: abs(now[phase] - was[phase]))
     slower = ms > SLOWER * was_ms
     _shifted = _shifted + 1 if slower or abs(now[name] - was[name]) >= SHARE else 0
     if _shifted < TIMES:
         return
-    _first, _shifted = split, 0
+    _reference, _shifted = split, 0
     if rank() == 0:
         sys.stderr.write(
             f"trimtab: the split of a step has shifted by step {number}: {name} takes {now[name]:.0%}, before "
