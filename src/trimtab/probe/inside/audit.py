@@ -73,8 +73,8 @@ def watch() -> None:
 
 
 def guard() -> None:
-    """Protect the files of a script that runs in place. ``torch.save`` writes nothing, created files are recorded, and the first
-    write to a file that existed before ends the process. Temporary files are exempt."""
+    """Protect the files of a script that runs in place: ``torch.save`` writes nothing, created files are recorded, and a write
+    to a file that existed before ends the process. Temporary files are exempt."""
     ours: set[str] = set()
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
     out = PLAN.get("out") or "."

@@ -42,7 +42,7 @@ from trimtab.probe.inside.steps import Key
 WARM_UP = 6
 """Warm-up: events of the anchor that are not counted."""
 
-CERTAIN = 30
+MOST_GRAPH_CALLS = 30
 """Calls of a module in training mode after which the search for graphs without a backward pass ends."""
 
 Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int]
@@ -128,7 +128,7 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
         clock.add(("module", number, training), ns)
         entry = [number, training, ns, 0, start, None]
         _calls[number] = count = _calls.get(number, 0) + training
-        if gradients and len(graphs) < 20_000 and not (training and count > CERTAIN):
+        if gradients and len(graphs) < 20_000 and not (training and count > MOST_GRAPH_CALLS):
             nodes = [tensor.grad_fn for tensor in first_tensors(output) if tensor.grad_fn is not None]
             for node in nodes:
                 node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))

@@ -1,4 +1,4 @@
-"""Phases of a step that are left out, to measure at most how much a remedy for them can bring. Never applied for use."""
+"""Leave out a phase of a step, to measure the most that a remedy for it can save. Never applied outside of measurements."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 
 from trimtab.probe.inside.roots import around_calls
 
-_now: dict[str, str | None] = {"without": None}
+_active: dict[str, str | None] = {"without": None}
 _installed: set[str] = set()
 
 
 def switch(settings: Mapping[str, Any]) -> None:
     """Apply ``without``."""
     phase = settings.get("without")
-    _now["without"] = phase
+    _active["without"] = phase
     if phase is not None and phase not in _installed:
         _installed.add(phase)
         _INSTALL[phase]()
@@ -33,17 +33,17 @@ def switch(settings: Mapping[str, Any]) -> None:
         _silence_writers()  # the script may have imported them since
 
 
-def _skipped(phase: str, function: Callable[..., Any], instead: Callable[..., Any] = lambda *args, **kwargs: None) -> Any:
-    """``function``, or ``instead`` while ``phase`` is left out."""
+def _skip_during(phase: str, function: Callable[..., Any], instead: Callable[..., Any] = lambda *args, **kwargs: None) -> Any:
+    """A function that calls ``instead`` while ``phase`` is left out, and ``function`` otherwise."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return instead(*args, **kwargs) if _now["without"] == phase else function(*args, **kwargs)
+        return instead(*args, **kwargs) if _active["without"] == phase else function(*args, **kwargs)
 
     return call
 
 
-# data: the last batch of the same data set again
+# data: repeat the last batch of the same data set
 
 
 _ITERATORS = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
@@ -59,26 +59,26 @@ def _replay_data() -> None:
 def _replaying(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def replay(self: Any) -> Any:
         key = id(self._dataset)
-        if _now["without"] != "data":
+        if _active["without"] != "data":
             return read(self)
         if key not in _last:
             _last[key] = read(self)
         elif self._num_yielded >= _batches(self):
             raise StopIteration
-        return _pytree.tree_map(lambda leaf: leaf, _last[key])  # new containers, because scripts take entries out of them
+        return _pytree.tree_map(lambda leaf: leaf, _last[key])  # new containers, because scripts modify them
 
     return replay
 
 
 def _batches(iterator: Any) -> float:
-    """Of an epoch; a stream has no end."""
+    """Batches per epoch; infinite for a stream."""
     try:
         return len(iterator._index_sampler)
     except TypeError:
         return float("inf")
 
 
-# logging: writers, print and progress bars do nothing
+# logging: skip writers, print and progress bars
 
 
 _WRITERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -92,8 +92,8 @@ _silenced: set[tuple[str, str, str]] = set()
 
 
 def _silence() -> None:
-    builtins.print = _skipped("logging", builtins.print)
-    logging.Logger._log = _skipped("logging", logging.Logger._log)  # type: ignore[method-assign]
+    builtins.print = _skip_during("logging", builtins.print)
+    logging.Logger._log = _skip_during("logging", logging.Logger._log)  # type: ignore[method-assign]
 
 
 def _silence_writers() -> None:
@@ -104,10 +104,10 @@ def _silence_writers() -> None:
                 fits = any(name == each or (each.endswith("*") and name.startswith(each[:-1])) for each in patterns)
                 if fits and (module, kind, name) not in _silenced:
                     _silenced.add((module, kind, name))
-                    setattr(owner, name, _skipped("logging", getattr(owner, name)))
+                    setattr(owner, name, _skip_during("logging", getattr(owner, name)))
 
 
-# synchronization: the value that the same line read last
+# synchronization: return the value that the same line read last
 
 
 _values: dict[tuple[Any, int, str], Any] = {}
@@ -121,7 +121,7 @@ def _reuse_values() -> None:
 def _reused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def read(self: torch.Tensor) -> Any:
-        if _now["without"] != "synchronization":
+        if _active["without"] != "synchronization":
             return function(self)
         frame = sys._getframe(1)
         key = (frame.f_code, frame.f_lineno, name)
@@ -132,7 +132,7 @@ def _reused(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-# evaluation: loops over a loader end after the first batch that a module in evaluation mode took
+# evaluation: end a loop over a loader after the first batch that a module in evaluation mode took
 
 
 _evaluating: dict[str, Any] = {"reader": None, "call": False}
@@ -157,14 +157,14 @@ def _ending(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def end(self: Any) -> Any:
         evaluates = _evaluating["reader"] is self and _evaluating["call"] and self not in _trained_on
         _evaluating.update(reader=self, call=False)
-        if _now["without"] == "evaluation" and evaluates:
+        if _active["without"] == "evaluation" and evaluates:
             raise StopIteration
         return read(self)
 
     return end
 
 
-# saving: files stay empty
+# saving: write empty files
 
 
 def _empty_file(value: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +174,7 @@ def _empty_file(value: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
 
 
 def _save_nothing() -> None:
-    torch.save = _skipped("saving", torch.save, _empty_file)
+    torch.save = _skip_during("saving", torch.save, _empty_file)
     torch.serialization.save = torch.save
 
 

@@ -1,4 +1,4 @@
-"""Arguments of ``DataLoader`` by the line that makes it, and batches that are read at once."""
+"""Change the arguments of ``DataLoader`` by the line that makes it, and read whole batches from a data set."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from trimtab.probe.inside.loaders import on_arguments
 
 PROOFS = 3
-"""Batches that are read both ways before batched reading is trusted; after them batch 8, 64, 512 and so on."""
+"""Batches that are read both ways before batched reading is trusted. Then batches 8, 64, 512 and so on are checked again."""
 ERRORS = (TypeError, ValueError, IndexError, KeyError, RuntimeError, AttributeError, AssertionError, NotImplementedError)
-"""Exceptions of a data set that takes one place at a time."""
+"""Exceptions of a data set that takes only one index at a time."""
 _by_site: dict[str, Mapping[str, Any]] = {}
 _batched: set[int] = set()
 """Ids of data sets that are read in batches. Forked workers inherit them."""
 _persistent: set[int] = set()
-"""Ids of data sets whose workers stay, which the script did not ask for."""
+"""Ids of data sets whose workers are made persistent by the settings."""
 _kept: list[Any] = []
-"""The data sets of both, so that no other object gets their id."""
+"""References to these data sets, so that their ids are not reused."""
 _installed = False
 
 
@@ -40,8 +40,8 @@ def switch(settings: Mapping[str, Any]) -> None:
     if _by_site and not _installed:
         _installed = True
         on_arguments(_change)
-        _BaseDataLoaderIter._reset = _drawing(_BaseDataLoaderIter._reset)  # type: ignore[method-assign]
-        _MapDatasetFetcher.fetch = _fetching(_MapDatasetFetcher.fetch)  # type: ignore[method-assign]
+        _BaseDataLoaderIter._reset = _keep_seed_draws(_BaseDataLoaderIter._reset)  # type: ignore[method-assign]
+        _MapDatasetFetcher.fetch = _batched_fetch(_MapDatasetFetcher.fetch)  # type: ignore[method-assign]
 
 
 def _change(site: str, arguments: dict[str, Any]) -> None:
@@ -82,8 +82,8 @@ def changed(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[s
     return new
 
 
-def _drawing(reset: Callable[..., None]) -> Callable[..., None]:
-    """Draw the seed of the workers in each epoch, as a loader does that starts them anew, so that a shuffled order stays."""
+def _keep_seed_draws(reset: Callable[..., None]) -> Callable[..., None]:
+    """Draw a worker seed in each epoch, as a loader without persistent workers does, so that the order of shuffling stays."""
 
     @functools.wraps(reset)
     def drawn(self: Any, loader: Any, first_iter: bool = False) -> None:
@@ -94,7 +94,7 @@ def _drawing(reset: Callable[..., None]) -> Callable[..., None]:
     return drawn
 
 
-def _fetching(fetch: Callable[..., Any]) -> Callable[..., Any]:
+def _batched_fetch(fetch: Callable[..., Any]) -> Callable[..., Any]:
     readers: weakref.WeakKeyDictionary[Any, BatchReader | None] = weakref.WeakKeyDictionary()
 
     @functools.wraps(fetch)
@@ -111,24 +111,24 @@ def _fetching(fetch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BatchReader:
-    """Reads a batch of a map-style data set with one ``dataset[places]``, where that equals collated single items bit for bit.
+    """Reads a batch with one ``dataset[places]``, if that equals the collated single items bit for bit.
 
     A data set that draws random numbers, or that fails or differs in one of the proofs, is read one item at a time.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.trusted: bool | None = None
-        """``True`` once proven, ``False`` once refuted."""
-        self._tables = _tables(dataset)
+        """``True`` once both ways were equal, ``False`` once they differed, ``None`` before."""
+        self._tensor_tables = _tensor_tables(dataset)
         self._dataset = dataset
         self._batches = 0
         self._form: Callable[[Sequence[int]], Any] | None = None
 
     def read(self, places: Sequence[int], one_by_one: Callable[[], Any]) -> Any:
         """The batch at ``places``; ``one_by_one`` reads it as the script does."""
-        if self._tables is not None:
+        if self._tensor_tables is not None:
             self.trusted = True
-            tensors, mapping = self._tables
+            tensors, mapping = self._tensor_tables
             index = torch.as_tensor(places, dtype=torch.int64)
             index = index if mapping is None else mapping.index_select(0, index)
             return [tensor.index_select(0, index) for tensor in tensors]
@@ -167,14 +167,14 @@ class BatchReader:
         return batch
 
     def _collated(self, read: Any) -> Any:
-        """``read`` in the containers that the collate function makes, as tensors."""
+        """The values of ``read`` as tensors, in the containers of a collated batch."""
         leaves = [torch.as_tensor(leaf) for leaf in _pytree.tree_leaves(read)]
         if len(leaves) != self._spec.num_leaves:
             raise ValueError("another number of tensors")
         return _pytree.tree_unflatten(leaves, self._spec)
 
 
-def _tables(dataset: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None:
+def _tensor_tables(dataset: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None:
     """The tensors of a ``TensorDataset``, and the places of a ``Subset`` of it."""
     subsets = []
     while type(dataset) is Subset:
@@ -228,7 +228,7 @@ def generators() -> tuple[Any, ...]:
 
 
 def same_state(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    """Whether nothing was drawn between two results of :func:`generators`."""
+    """Whether two results of :func:`generators` are equal, so that nothing was drawn between them."""
     same = before[0] == after[0] and torch.equal(before[1], after[1])
     return same and all(bool((a[1] == b[1]).all()) and a[2:] == b[2:] for a, b in zip(before[2:], after[2:], strict=True))
 

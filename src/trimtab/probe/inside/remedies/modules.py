@@ -1,4 +1,4 @@
-"""Settings around the calls of outermost modules: no gradients, trimmed padding, memory format, types, compilation."""
+"""Apply settings around the calls of outermost modules: no gradients, trimmed padding, memory format, types, compilation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trimtab.probe.inside.roots import around_calls
 
 Call = Callable[..., Any]
 NAMES = ("no_grad", "trim_padding", "channels_last", "autocast", "compile", "float32")
-_now: dict[str, Any] = {}
+_active: dict[str, Any] = {}
 _changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules whose parameters have the memory format and type of the settings."""
+"""Modules that have been converted to the memory format and type of the settings."""
 _compiled: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
 _installed = False
 
@@ -28,49 +28,49 @@ def switch(settings: Mapping[str, Any]) -> None:
     global _installed
     wanted = {name: settings[name] for name in NAMES if settings.get(name)}
     for name in ("channels_last", "float32"):
-        if name in _now and name not in wanted:
+        if name in _active and name not in wanted:
             for module in list(_changed):
                 _convert(module, name, back=True)
-    if any(wanted.get(name) != _now.get(name) for name in ("channels_last", "float32")):
+    if any(wanted.get(name) != _active.get(name) for name in ("channels_last", "float32")):
         _changed.clear()
-    _now.clear()
-    _now.update(wanted)
+    _active.clear()
+    _active.update(wanted)
     if wanted and not _installed:
         _installed = True
         around_calls(around)
 
 
 def around(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an outermost ``module`` as the settings say. ``call`` takes its arguments."""
-    if not _now:
+    """Call an outermost ``module`` with the settings applied. ``call`` takes the arguments of the module."""
+    if not _active:
         return call(*args, **kwargs)
-    if module not in _changed and ("channels_last" in _now or "float32" in _now):
+    if module not in _changed and ("channels_last" in _active or "float32" in _active):
         _changed.add(module)
         for name in ("channels_last", "float32"):
-            if name in _now:
+            if name in _active:
                 _convert(module, name)
-    if _now.get("compile") and not hasattr(module, "_orig_mod") and not isinstance(module, torch.jit.ScriptModule):
+    if _active.get("compile") and not hasattr(module, "_orig_mod") and not isinstance(module, torch.jit.ScriptModule):
         if module not in _compiled:
             # a lambda with a weak reference: the compiled function must not keep the module alive
             _compiled[module] = torch.compile(_call_of(weakref.ref(module)))
         call = _compiled[module]
     restore = None
-    if "trim_padding" in _now:
+    if "trim_padding" in _active:
         args, kwargs, restore = padding.trimmed(module, args, kwargs)
-    if "channels_last" in _now:
-        args, kwargs = _mapped(_laid_out, args, kwargs)
-    if narrow := ("float32" in _now and module in _DOUBLES):
+    if "channels_last" in _active:
+        args, kwargs = _mapped(_to_channels_last, args, kwargs)
+    if narrowed := ("float32" in _active and module in _DOUBLES):
         args, kwargs = _mapped(_narrow, args, kwargs)
-    free = "no_grad" in _now and not module.training and torch.is_grad_enabled() and not _inputs_learn(args, kwargs)
+    free = "no_grad" in _active and not module.training and torch.is_grad_enabled() and not _inputs_require_grad(args, kwargs)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not free):
-        if "autocast" in _now:
+        if "autocast" in _active:
             device = next((p.device.type for p in module.parameters()), "cpu")
-            with torch.autocast(device, getattr(torch, _now["autocast"])):
+            with torch.autocast(device, getattr(torch, _active["autocast"])):
                 output = call(*args, **kwargs)
             output = _pytree.tree_map(_wide, output)
         else:
             output = call(*args, **kwargs)
-        if narrow:
+        if narrowed:
             output = _pytree.tree_map(_double, output)
         return output if restore is None else restore(output)
 
@@ -88,13 +88,13 @@ def _mapped(
     return _pytree.tree_map(change, args), _pytree.tree_map(change, kwargs)
 
 
-def _inputs_learn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a gradient may flow through the call to what came before it, as in a perceptual loss."""
+def _inputs_require_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an input requires a gradient: it may flow back through the call, as in a perceptual loss."""
     leaves = _pytree.tree_leaves((args, kwargs))
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
-def _laid_out(value: Any) -> Any:
+def _to_channels_last(value: Any) -> Any:
     plain = isinstance(value, torch.Tensor) and value.dim() == 4
     return value.contiguous(memory_format=torch.channels_last) if plain else value
 
@@ -105,7 +105,7 @@ def _cast(to: torch.dtype, *dtypes: torch.dtype) -> Callable[[Any], Any]:
 
 _narrow, _wide = _cast(torch.float32, torch.float64), _cast(torch.float32, torch.bfloat16, torch.float16)
 _double = _cast(torch.float64, torch.float32)
-"""What the script computes from the outputs stays in its own type."""
+"""Outputs are converted back to the type of the script."""
 
 _DOUBLES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose parameters are float64 as written."""

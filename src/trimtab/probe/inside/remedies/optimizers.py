@@ -15,7 +15,7 @@ FLAGS = ("foreach", "fused")
 
 
 class _Kernels:
-    """The flags of every parameter group, set before each step, because loading a checkpoint or adding a group resets them."""
+    """Sets the flags of every parameter group before each step, because a loaded checkpoint or an added group resets them."""
 
     def __init__(self) -> None:
         self.kernel: str | None = None
@@ -26,8 +26,8 @@ class _Kernels:
     def switch(self, kernel: str | None) -> None:
         if kernel == self.kernel:
             return
-        for optimizer, asked in list(self.known.items()):
-            self._restore(optimizer, asked)
+        for optimizer, original in list(self.known.items()):
+            self._restore(optimizer, original)
         self.known.clear()
         self.kernel = kernel
         if kernel is not None and not self.hooked:
@@ -35,7 +35,7 @@ class _Kernels:
             register_optimizer_step_pre_hook(self._before)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.kernel is None or not _can(optimizer, self.kernel):
+        if self.kernel is None or not _supports(optimizer, self.kernel):
             return
         wanted = {name: name == self.kernel for name in FLAGS if name in optimizer.defaults}
         groups = optimizer.param_groups
@@ -43,29 +43,29 @@ class _Kernels:
             return
         if optimizer not in self.known:
             self.known[optimizer] = []
-            optimizer.register_state_dict_post_hook(self._as_asked)
-        asked = self.known[optimizer]
+            optimizer.register_state_dict_post_hook(self._restore_in_checkpoint)
+        original = self.known[optimizer]
         for i, group in enumerate(groups):
             flags = {name: group.get(name) for name in wanted}
-            if i == len(asked):
-                asked.append(flags)
+            if i == len(original):
+                original.append(flags)
             elif flags != wanted:
-                asked[i] = flags
+                original[i] = flags
             group |= wanted
-        _bring_steps(optimizer, fused=self.kernel == "fused")
+        _move_step_counts(optimizer, fused=self.kernel == "fused")
 
-    def _restore(self, optimizer: Optimizer, asked: list[dict[str, Any]]) -> None:
-        for group, flags in zip(optimizer.param_groups, asked, strict=False):
+    def _restore(self, optimizer: Optimizer, original: list[dict[str, Any]]) -> None:
+        for group, flags in zip(optimizer.param_groups, original, strict=False):
             group |= flags
-        _bring_steps(optimizer, fused=any(flags.get("fused") for flags in asked))
+        _move_step_counts(optimizer, fused=any(flags.get("fused") for flags in original))
 
-    def _as_asked(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """A checkpoint holds the flags that the script gave."""
+    def _restore_in_checkpoint(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Write the flags of the script into a checkpoint."""
         for group, flags in zip(state["param_groups"], self.known.get(optimizer, ()), strict=False):
             group |= flags
 
 
-def _can(optimizer: Optimizer, kernel: str) -> bool:
+def _supports(optimizer: Optimizer, kernel: str) -> bool:
     if kernel not in optimizer.defaults or optimizer.defaults.get("differentiable"):
         return False
     return kernel != "fused" or all(
@@ -73,8 +73,8 @@ def _can(optimizer: Optimizer, kernel: str) -> bool:
     )
 
 
-def _bring_steps(optimizer: Optimizer, *, fused: bool) -> None:
-    """Fused kernels count steps on the device, the others on the CPU; only fused kernels take the scale of float16."""
+def _move_step_counts(optimizer: Optimizer, *, fused: bool) -> None:
+    """Move step counts to where the kernel needs them: fused on the device, else on the CPU. Only fused takes a loss scale."""
     if hasattr(optimizer, "_step_supports_amp_scaling") or fused:
         optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
     for parameter, state in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""Columns of a batch of sequences that are padding in every row: cut before a module's call, put back into its outputs."""
+"""Trim padding: cut columns that are padding in every row before a call of a module, and pad its outputs again."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def trimmed(
 
 
 def excluded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """True where a position of the batch is padding, of shape (rows, columns), by the mask among the arguments or by
-    ``padding_idx`` of the module's embedding; ``None`` if neither tells."""
+    """Mask of shape (rows, columns), true at padding: from a mask argument, or from ``padding_idx`` of the embedding;
+    ``None`` if the module has neither."""
     named = _named(module, args, kwargs)
     tensors: dict[str, torch.Tensor] = {
         name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.dim() == 2
