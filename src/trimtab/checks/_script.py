@@ -1,4 +1,4 @@
-"""Helpers of the checks of scripts: shares of a step, lines by what they do, and new text for a line of the script."""
+"""Helpers of the checks of scripts: shares of a step, classes of lines, and edits of a line."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ METRICS = re.compile(
     r"|ece)(?![a-z])",
     re.IGNORECASE,
 )
-"""Lines and functions that compute a figure for people."""
+"""Lines and functions that compute a metric."""
 BATCHES = re.compile(
     r"\b(stack|tensor|as_tensor|from_numpy|cat|randint|randperm|choice|sample|permutation|pad|collate|batch\w*|memmap)\b|"
     + FILES.pattern
 )
 """Lines that make a batch."""
+FOUR_DIMS = re.compile(r"\[\d+(, \d+){3}\]")
+"""The shape of a four-dimensional tensor."""
 
 
-def part(record: ProbeRecord, ms: float) -> float:
+def step_share(record: ProbeRecord, ms: float) -> float:
     """``ms`` as a share of a step, 0 to 1."""
     return min(1.0, ms / record.step_ms) if record.step_ms > 0 else 0.0
 
 
 def share(record: ProbeRecord, *phases: Phase) -> float:
     """The share of a step that ``phases`` take, 0 to 1."""
-    return part(record, sum(record.phases.get(phase, 0.0) for phase in phases))
+    return step_share(record, sum(record.phases.get(phase, 0.0) for phase in phases))
 
 
 def run_share(record: ProbeRecord, name: str) -> float:
@@ -54,17 +56,17 @@ def run_share(record: ProbeRecord, name: str) -> float:
 
 
 def slow_loaders(record: ProbeRecord, least: float) -> list[LoaderRecord]:
-    """Loaders whose batches a step waits for at least the share ``least``, the slowest first."""
-    found = [loader for loader in record.loaders if waiting(record, loader) >= least]
-    return sorted(found, key=lambda loader: -waiting(record, loader))
+    """Loaders that a step waits for during at least the share ``least``, the slowest first."""
+    found = [loader for loader in record.loaders if wait_share(record, loader) >= least]
+    return sorted(found, key=lambda loader: -wait_share(record, loader))
 
 
-def waiting(record: ProbeRecord, loader: LoaderRecord) -> float:
-    """The share of a step that waits for ``loader``. The record of a single loader has the phase ``data`` to itself."""
+def wait_share(record: ProbeRecord, loader: LoaderRecord) -> float:
+    """The share of a step that waits for ``loader``. A single loader has the whole phase ``data``."""
     if len(record.loaders) == 1:
         return share(record, "data")
     ms = loader.wait_ms * loader.batches / record.steps if record.steps else 0.0
-    return min(share(record, "data"), part(record, ms))
+    return min(share(record, "data"), step_share(record, ms))
 
 
 def lines(record: ProbeRecord, *phases: Phase, least: float = 0.0) -> list[LineRecord]:
@@ -74,26 +76,26 @@ def lines(record: ProbeRecord, *phases: Phase, least: float = 0.0) -> list[LineR
 
 
 def reading_lines(record: ProbeRecord, least: float = 0.0) -> list[LineRecord]:
-    """The lines that read while a step waits for data, from the share ``least`` of a step on, the slowest first.
+    """The lines that read data during at least the share ``least`` of a step, the slowest first.
 
-    Where workers read, those are their lines, each with its share of the wait for the loader; the main process only waits.
+    If workers read, these are the lines of the workers, with their share of the wait for the loader.
     """
     found = [] if any(loader.lines for loader in record.loaders) else lines(record, "data")
     for loader in record.loaders:
-        waits, batches = waiting(record, loader), loader.batches / max(record.steps, 1)
+        waits, batches = wait_share(record, loader), loader.batches / max(record.steps, 1)
         found += [dataclasses.replace(line, share=waits * line.share, runs=batches * line.runs) for line in loader.lines]
     return sorted((line for line in found if line.share >= least), key=lambda line: -line.share)
 
 
-def does(line: LineRecord, kind: re.Pattern[str]) -> bool:
-    """Whether the text of ``line``, or the name of its function, is of ``kind``."""
+def matches(line: LineRecord, kind: re.Pattern[str]) -> bool:
+    """Whether the text of ``line`` or the name of its function matches ``kind``."""
     return bool(kind.search(line.text) or kind.search(line.function))
 
 
-def listed(found: Iterable[LineRecord], most: int = 3) -> str:
-    """``train.py:12 (31%) and train.py:14 (8%)``."""
-    told = [f"{line.site} ({line.share:.0%})" for line in found][:most]
-    return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
+def joined_sites(found: Iterable[LineRecord], most: int = 3) -> str:
+    """The first ``most`` lines with their shares as text: ``train.py:12 (31%) and train.py:14 (8%)``."""
+    sites = [f"{line.site} ({line.share:.0%})" for line in found][:most]
+    return " and ".join([", ".join(sites[:-1]), sites[-1]] if len(sites) > 1 else sites)
 
 
 def slow_between(
@@ -113,7 +115,7 @@ def slow_between(
         return []
     return [
         check.note(
-            message.format(taken=f"{taken:.0%}", listed=listed(slow)),
+            message.format(taken=f"{taken:.0%}", listed=joined_sites(slow)),
             evidence={"lines_share": taken, "first_share": slow[0].share},
             where=slow[0].site,
             category=category,
@@ -124,7 +126,7 @@ def slow_between(
 
 
 def batch_size(record: ProbeRecord) -> int | None:
-    """Examples of a batch: what the loader that handed out most batches was given, else the first size of a module's inputs."""
+    """Examples per batch: of the loader with the most batches, else the first size of a module's inputs."""
     known = [(loader.batches, loader.batch_size) for loader in record.loaders if loader.batches and loader.batch_size]
     if known:
         return max(known)[1]
@@ -133,7 +135,7 @@ def batch_size(record: ProbeRecord) -> int | None:
 
 
 def per_example(runs: float, size: int) -> bool:
-    """Whether ``runs`` is a whole number of times for each of ``size`` examples, up to the rounding of a mean."""
+    """Whether ``runs`` is a multiple of ``size``, up to rounding: something ran equally often for each example."""
     return runs >= 0.98 * size and abs(runs / size - round(runs / size)) < 0.02
 
 
@@ -143,7 +145,7 @@ def on_gpu(record: ProbeRecord) -> bool:
 
 
 def edit(record: ProbeRecord, site: str | None, advice: str, **arguments: dict[str, str]) -> CodeEdit | None:
-    """An edit of the line at ``site``, if that is known. ``arguments`` are what :func:`with_arguments` changes, such as
+    """An edit of the line at ``site``, if that is known. ``arguments`` are passed to :func:`with_arguments`, such as
     ``DataLoader={"num_workers": "2"}``. Without them, or if the new text cannot be derived, the edit is advice."""
     if not site:
         return None

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, share
+from trimtab.checks._script import FOUR_DIMS, edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.hardware.environment import Environment
 
 SOFTMAX = ("aten::_softmax", "aten::softmax")
-FOUR = re.compile(r"\[\d+(, \d+){3}\]")
-"""The shape of a four-dimensional tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class AttentionByHand(ScriptCheck):
         fused = any(
             "scaled_dot_product" in operator.name or "flash_attention" in operator.name for operator in subject.operators
         )
-        softmax = [each for each in subject.operators if each.name in SOFTMAX and FOUR.search(each.shapes)]
+        softmax = [each for each in subject.operators if each.name in SOFTMAX and FOUR_DIMS.search(each.shapes)]
         products = [each for each in subject.operators if each.name == "aten::bmm"]
         by_hand = bool(softmax and products) and not fused
         time = share(subject, "forward", "backward")

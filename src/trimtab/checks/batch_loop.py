@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import batch_size, edit, lines, part, per_example
+from trimtab.checks._script import batch_size, edit, lines, per_example, step_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -37,7 +37,7 @@ class BatchLoop(ScriptCheck):
         if size is None or size < self.examples:
             return []
         for module in subject.modules:
-            taken = part(subject, module.forward_ms * module.calls)
+            taken = step_share(subject, module.forward_ms * module.calls)
             if per_example(module.calls, size) and taken >= self.least:
                 message = (
                     f"{module.name} is called {module.calls:.0f} times per step, once for each of the {size} examples of a "
@@ -46,14 +46,14 @@ class BatchLoop(ScriptCheck):
                 evidence = {"calls_per_step": module.calls, "batch_size": size}
                 return [self.note(message, evidence=evidence, category="step", share=taken)]
         calls = {each.site: each for each in subject.operators if per_example(each.site_calls, size)}
-        # a line that was counted tells: one call of a model calls operators any number of times
+        # prefer counts of the line: one call of a model calls operators any number of times
         seen = lines(subject, "forward", "other", "copy", "synchronization")
         runs = {line.site: line.runs or (calls[line.site].site_calls if line.site in calls else 0.0) for line in seen}
-        told = [line for line in seen if per_example(runs[line.site], size)]
-        if not told:
+        looping = [line for line in seen if per_example(runs[line.site], size)]
+        if not looping:
             return []
-        line = told[0]
-        loop = [other for other in told if near(other.site, line.site) and other.function == line.function]
+        line = looping[0]
+        loop = [other for other in looping if near(other.site, line.site) and other.function == line.function]
         rows = sum(other.share for other in loop)
         total = sum(each.ms for each in subject.operators)
         each_ms = sum(each.ms for each in subject.operators if per_example(each.calls, size))

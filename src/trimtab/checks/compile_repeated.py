@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, part
+from trimtab.checks._script import edit, step_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -31,7 +31,7 @@ class CompileRepeated(ScriptCheck):
             return []
         compiling = sum(each.ms for each in subject.recompiles) / max(subject.steps, 1)
         often = sum(call.calls for call in calls)
-        taken = part(subject, max(compiling, sum(call.ms for call in calls)))
+        taken = step_share(subject, max(compiling, sum(call.ms for call in calls)))
         call = calls[0]
         cost = f", and compiling takes {taken:.0%} of a step" if taken >= 0.005 else ""
         message = (

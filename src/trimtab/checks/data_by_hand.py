@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import BATCHES, does, lines, slow_between
+from trimtab.checks._script import BATCHES, lines, matches, slow_between
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -28,7 +28,7 @@ class DataByHand(ScriptCheck):
         """Lines that make batches, in scripts whose steps take none from a loader."""
         if any(loader.batches for loader in subject.loaders):
             return []
-        slow = [line for line in lines(subject, "other", "data", "copy", least=self.line) if does(line, BATCHES)]
+        slow = [line for line in lines(subject, "other", "data", "copy", least=self.line) if matches(line, BATCHES)]
         return slow_between(
             self,
             subject,

@@ -36,12 +36,8 @@ class DdpFlags(ScriptCheck):
             f"find_unused_parameters=True walks the graph in each step, and none of {counted(subject.steps, 'step')} had an "
             "unused parameter. Leave it out."
         )
-        change = {"DistributedDataParallel": {"find_unused_parameters": "False"}}
-        change = (
-            change
-            if "DistributedDataParallel(" in subject.texts.get(site or "", "")
-            else {"DDP": change["DistributedDataParallel"]}
-        )
+        name = "DistributedDataParallel" if "DistributedDataParallel(" in subject.texts.get(site or "", "") else "DDP"
+        change = {name: {"find_unused_parameters": "False"}}
         return [
             self.note(
                 message,

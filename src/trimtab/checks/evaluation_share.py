@@ -31,12 +31,12 @@ class EvaluationShare(ScriptCheck):
         taken = run_share(subject, "evaluation")
         if taken < self.least or GradientsForNothing().run(subject, environment):
             return []
-        told = [
+        evaluating = [
             line
             for line in lines(subject, *typing.get_args(Phase))
             if "eval" in line.function or "valid" in line.function or "test" in line.function
         ]
-        where = told[0].site if told else None
+        where = evaluating[0].site if evaluating else None
         message = (
             f"Evaluation takes {taken:.0%} of the run after its first step. Evaluate more rarely, with larger batches, or on "
             "a part of the data."

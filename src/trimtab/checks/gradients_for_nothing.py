@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import part, run_share, under_no_grad
+from trimtab.checks._script import run_share, step_share, under_no_grad
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -31,7 +31,7 @@ class GradientsForNothing(ScriptCheck):
             if not module.gradients_unused or module.unused_ms <= 0:
                 continue
             inference = subject.anchor in ("batch", "forward")
-            taken = part(subject, module.unused_ms) if inference else run_share(subject, "evaluation")
+            taken = step_share(subject, module.unused_ms) if inference else run_share(subject, "evaluation")
             if taken < self.least:
                 continue
             where, of = module.unused_site, "a step" if inference else "the run after its first step"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, share
+from trimtab.checks._script import FOUR_DIMS, edit, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ModuleRecord, OperatorRecord, ProbeRecord
 from trimtab.core.finding import Finding
@@ -14,8 +13,6 @@ from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
 
 COPIES = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
-FOUR = re.compile(r"\[\d+(, \d+){3}\]")
-"""The shape of a four-dimensional tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +37,9 @@ class Layout(ScriptCheck):
         found, contiguous = list[Finding](), list[ModuleRecord]()
         time = share(subject, "forward", "backward")
         total = sum(operator.ms for operator in subject.operators)
-        copying = [each for each in subject.operators if each.name in COPIES and FOUR.search(each.shapes)]
+        copying = [each for each in subject.operators if each.name in COPIES and FOUR_DIMS.search(each.shapes)]
         for module in subject.modules:
-            images = any(FOUR.search(shape) for shape in module.inputs)
+            images = any(FOUR_DIMS.search(shape) for shape in module.inputs)
             if not module.convolutions or not images or time < self.least:
                 continue
             if module.channels_last < self.kept:

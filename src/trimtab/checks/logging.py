@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import LOGGING, does, edit, lines, share
+from trimtab.checks._script import LOGGING, edit, lines, matches, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -29,12 +29,12 @@ class Logging(ScriptCheck):
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """The share of logging in a step, with its slowest line."""
-        told = [line for line in lines(subject, "logging", "other") if line.phase == "logging" or does(line, LOGGING)]
-        taken = max(share(subject, "logging"), sum(line.share for line in told))
+        logging = [line for line in lines(subject, "logging", "other") if line.phase == "logging" or matches(line, LOGGING)]
+        taken = max(share(subject, "logging"), sum(line.share for line in logging))
         if taken < self.least:
             return []
         calls = sorted((call for call in subject.calls if call.ms > 0 and LOGGERS.search(call.name)), key=lambda call: -call.ms)
-        where = calls[0].site if calls else told[0].site if told else None
+        where = calls[0].site if calls else logging[0].site if logging else None
         what = f"{calls[0].name} at {where}" if calls else f"the line {where}" if where else "the script"
         message = f"Writing logs takes {taken:.0%} of every step, most of it {what}. Log every n-th step instead."
         often = sum(call.calls for call in calls)

@@ -26,7 +26,7 @@ class MemoryGrowth(ScriptCheck):
     rises: float = 0.8
     """Share of the steps that must add to it."""
     rises_held: float = 0.5
-    """The same where the line is known that keeps an object of every step, for memory that is asked for in large pieces."""
+    """Share of the steps that must add to it if a line is known to keep objects. Memory is then requested in large pieces."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """The slope of the memory over the steps, if nearly every step adds to it. Compiled code is left out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import METRICS, does, lines, slow_between
+from trimtab.checks._script import METRICS, lines, matches, slow_between
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -30,7 +30,7 @@ class MetricEveryStep(ScriptCheck):
         slow = [
             line
             for line in lines(subject, "other", "synchronization", "copy", "logging", least=self.line)
-            if does(line, METRICS)
+            if matches(line, METRICS)
         ]
         return slow_between(
             self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, slow_loaders, waiting
+from trimtab.checks._script import edit, slow_loaders, wait_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -31,7 +31,7 @@ class OneByOne(ScriptCheck):
             size = loader.batch_size or 1
             if loader.iterable or not (loader.tensors or loader.batch_fetch) or size < 2:
                 continue
-            waits = waiting(subject, loader)
+            waits = wait_share(subject, loader)
             each = 1e3 * (loader.wait_ms if loader.read_ms is None else loader.read_ms) / size
             message = (
                 f"The loader at {loader.site} reads {loader.dataset} one example at a time, {each:.0f} us for each of "

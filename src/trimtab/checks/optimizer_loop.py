@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, part
+from trimtab.checks._script import edit, step_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -31,7 +31,7 @@ class OptimizerLoop(ScriptCheck):
         """Optimizers by the share of their updates and the kernel that torch runs."""
         found = []
         for optimizer in subject.optimizers:
-            taken = part(subject, optimizer.ms * optimizer.steps)
+            taken = step_share(subject, optimizer.ms * optimizer.steps)
             kernel: Literal["fused", "foreach"] | None = None
             if optimizer.kernel in ("single", "foreach") and optimizer.can_fuse:
                 kernel = "fused"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import part
+from trimtab.checks._script import step_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -30,7 +30,7 @@ class PageFaults(ScriptCheck):
         """Minor page faults per step."""
         memory = subject.memory
         faults = 0.0 if memory is None else memory.page_faults
-        taken = part(subject, faults * self.fault_us / 1e3)
+        taken = step_share(subject, faults * self.fault_us / 1e3)
         if taken < self.least:
             return []
         message = (

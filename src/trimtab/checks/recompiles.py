@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import edit, part
+from trimtab.checks._script import edit, step_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -26,7 +26,7 @@ class Recompiles(ScriptCheck):
         for each in subject.recompiles:
             if not each.recompiles:
                 continue
-            taken = part(subject, each.ms / max(subject.steps, 1))
+            taken = step_share(subject, each.ms / max(subject.steps, 1))
             what = each.site or "the model"
             why = f" ({each.reason.splitlines()[0][:80].rstrip('. ')})" if each.reason else ""
             message = (

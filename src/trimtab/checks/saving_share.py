@@ -34,8 +34,8 @@ class SavingShare(ScriptCheck):
         if taken < self.least:
             return []
         saves = sorted((call for call in subject.calls if SAVES.search(call.name)), key=lambda call: -call.ms)
-        told = lines(subject, "saving")
-        where = saves[0].site if saves else told[0].site if told else None
+        saving = lines(subject, "saving")
+        where = saves[0].site if saves else saving[0].site if saving else None
         at = f" at {where}" if where else ""
         of = "a step" if step >= run else "the run after its first step"
         message = (

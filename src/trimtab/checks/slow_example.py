@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, batch_size, does, edit, listed, reading_lines, share
+from trimtab.checks._script import FILES, batch_size, edit, joined_sites, matches, reading_lines, share
 from trimtab.checks.workers_few import WorkersFew
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
@@ -34,7 +34,7 @@ class SlowExample(ScriptCheck):
 
         Lines that ran a few times per example are left to workers if more of these would help.
         """
-        slow = [line for line in reading_lines(subject, self.line) if not does(line, FILES)]
+        slow = [line for line in reading_lines(subject, self.line) if not matches(line, FILES)]
         examples = (batch_size(subject) or 1) * sum(loader.batches for loader in subject.loaders) / max(subject.steps, 1)
         looping = [line for line in slow if line.runs >= self.loops * max(examples, 1)]
         counted = any(line.runs for line in slow)
@@ -46,7 +46,7 @@ class SlowExample(ScriptCheck):
             return []
         often = f" The first runs {slow[0].runs / max(examples, 1):.0f} times per example." if looping else ""
         message = (
-            f"{taken:.0%} of a step goes to lines that make examples: {listed(slow)}.{often} Compute them once "
+            f"{taken:.0%} of a step goes to lines that make examples: {joined_sites(slow)}.{often} Compute them once "
             "before the training, or with operators over whole arrays."
         )
         advice = "This line runs for every example: compute it once before the training, or for a batch in one call."

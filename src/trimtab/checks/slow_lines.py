@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import BATCHES, LOGGING, LOSSES, METRICS, does, lines, on_gpu, slow_between
+from trimtab.checks._script import BATCHES, LOGGING, LOSSES, METRICS, lines, matches, on_gpu, slow_between
 from trimtab.checks.batch_loop import BatchLoop, near
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
@@ -32,7 +32,7 @@ class SlowLines(ScriptCheck):
         slow = [
             line
             for line in lines(subject, "other", "synchronization", least=self.line)
-            if not any(does(line, kind) for kind in known)
+            if not any(matches(line, kind) for kind in known)
         ]
         loops = {finding.where for finding in BatchLoop().run(subject, environment)}
         slow = [line for line in slow if not any(near(line.site, where) for where in loops if where)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import FILES, does, edit, listed, reading_lines, share
+from trimtab.checks._script import FILES, edit, joined_sites, matches, reading_lines, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -29,16 +29,16 @@ class SmallFiles(ScriptCheck):
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """The wait for data where about one file per example was opened, or lines of the data set that open or decode files."""
         waits = share(subject, "data")
-        opening = [line for line in reading_lines(subject) if does(line, FILES)]
-        told = sum(line.share for line in opening)
+        opening = [line for line in reading_lines(subject) if matches(line, FILES)]
+        lines_share = sum(line.share for line in opening)
         loader = max(subject.loaders, key=lambda loader: loader.opens, default=None)
         opens = 0.0 if loader is None else loader.opens
         many = opens >= self.files
-        taken = waits if many else told
+        taken = waits if many else lines_share
         where = opening[0].site if opening else loader.site if loader is not None else None
         if taken < self.least or where is None:
             return []
-        what = f"opens {opens:.1f} files for each example" if many else f"opens or decodes files at {listed(opening)}"
+        what = f"opens {opens:.1f} files for each example" if many else f"opens or decodes files at {joined_sites(opening)}"
         message = (
             f"The data set {what}, and a step waits {waits:.0%} of its time for data. Write the examples once as arrays, and "
             "map them with numpy.load(path, mmap_mode='r')."
@@ -46,7 +46,7 @@ class SmallFiles(ScriptCheck):
         return [
             self.note(
                 message,
-                evidence={"opens_per_example": opens, "lines_share": told, "wait_share": waits},
+                evidence={"opens_per_example": opens, "lines_share": lines_share, "wait_share": waits},
                 where=where,
                 category="data",
                 edit=edit(subject, where, "Write all examples once into one array per tensor (numpy.save), and index it here."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.checks._script import part
+from trimtab.checks._script import step_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -29,7 +29,7 @@ class UnevenRanks(ScriptCheck):
         """How much later than the first the last rank comes to a reduction."""
         ranks = subject.distributed
         late = 0.0 if ranks is None or ranks.skew_ms is None else ranks.skew_ms
-        taken = part(subject, late)
+        taken = step_share(subject, late)
         if ranks is None or taken < self.least or subject.others_share > self.busy:
             return []
         message = (

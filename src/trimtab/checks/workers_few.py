@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, slow_loaders, waiting
+from trimtab.checks._script import edit, slow_loaders, wait_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import LoaderRecord, ProbeRecord
 from trimtab.core.finding import Finding
@@ -38,14 +38,14 @@ class WorkersFew(ScriptCheck):
             in_memory = loader.tensors or loader.batch_fetch
             if loader.iterable or in_memory or reads < self.least_ms or workers <= loader.workers or subject.cores < 2:
                 continue
-            waits, have = waiting(subject, loader), counted(loader.workers, "worker") if loader.workers else "no workers"
+            waits, have = wait_share(subject, loader), counted(loader.workers, "worker") if loader.workers else "no workers"
             draws = " Its random numbers will then be drawn in the workers." if loader.draws else ""
             message = (
                 f"A step waits {waits:.0%} of its time for the loader at {loader.site}, which has {have} and takes "
                 f"{reads:.1f} ms to read a batch. Give it num_workers={workers} and persistent_workers=True.{draws}"
             )
             keywords = {"num_workers": str(workers), "persistent_workers": "True"}
-            hides = self.hides(subject, loader, reads, workers)
+            hidden_share = self.hidden_share(subject, loader, reads, workers)
             found.append(
                 self.note(
                     message,
@@ -55,16 +55,16 @@ class WorkersFew(ScriptCheck):
                     settings=ScriptSettings(loaders={loader.site: LoaderSettings(workers=workers, persistent=True)}),
                     edit=edit(subject, loader.site, f"Give the loader num_workers={workers}.", DataLoader=keywords),
                     ceiling=ScriptSettings(without="data"),
-                    share=waits * hides,
+                    share=waits * hidden_share,
                 )
             )
         return found
 
     @classmethod
-    def hides(cls, record: ProbeRecord, loader: LoaderRecord, reads: float, workers: int) -> float:
-        """The share of the wait for ``loader``, 0 to 1, that ``workers`` can at most hide: a batch still takes as long as the
-        rest of a step, as its share of reading, and as the CPU time of both on all cores. Where reading is most of a step, a
-        check that makes it cheaper therefore comes before more workers."""
+    def hidden_share(cls, record: ProbeRecord, loader: LoaderRecord, reads: float, workers: int) -> float:
+        """Upper bound of the share of the wait for ``loader``, 0 to 1, that ``workers`` hide. A batch takes at least the rest of a step,
+        its part of reading, and the CPU time of both on all cores. So a check that makes slow reading cheaper ranks before this
+        one."""
         rest, wait = cls.rest_ms(record, loader), max(loader.wait_ms, 1e-3)
         together = max(rest, reads / workers, record.cpu_share * (rest + wait))
         return min(1.0, max(0.0, rest + wait - together) / wait)

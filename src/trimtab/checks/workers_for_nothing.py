@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit, slow_loaders, waiting
+from trimtab.checks._script import edit, slow_loaders, wait_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -31,19 +31,17 @@ class WorkersForNothing(ScriptCheck):
         """Loaders with workers whose batches are waited for longer than reading them takes."""
         found = []
         for loader in slow_loaders(subject, self.least):
-            quick = loader.tensors or loader.batch_fetch
-            dear = quick if loader.read_ms is None else loader.wait_ms > loader.read_ms
-            if loader.workers == 0 or loader.iterable or not dear:
+            in_memory = loader.tensors or loader.batch_fetch
+            costly = in_memory if loader.read_ms is None else loader.wait_ms > loader.read_ms
+            if loader.workers == 0 or loader.iterable or not costly:
                 continue
-            waits, reads = (
-                waiting(subject, loader),
-                "is in memory" if loader.read_ms is None else f"is read in {loader.read_ms:.2f} ms",
-            )
+            waits = wait_share(subject, loader)
+            reads = "is in memory" if loader.read_ms is None else f"is read in {loader.read_ms:.2f} ms"
             message = (
                 f"A step waits {loader.wait_ms:.2f} ms for each batch of the loader at {loader.site}, though a batch "
                 f"{reads}. Its {counted(loader.workers, 'worker')} cost more than they save: give it num_workers=0."
             )
-            settings = LoaderSettings(workers=0, batch_fetch=quick)
+            settings = LoaderSettings(workers=0, batch_fetch=in_memory)
             found.append(
                 self.note(
                     message,
