@@ -62,9 +62,9 @@ class WorkersFew(ScriptCheck):
 
     @classmethod
     def hidden_share(cls, record: ProbeRecord, loader: LoaderRecord, reads: float, workers: int) -> float:
-        """Upper bound of the share of the wait for ``loader``, 0 to 1, that ``workers`` hide. A batch takes at least the rest of a step,
-        its part of reading, and the CPU time of both on all cores. So a check that makes slow reading cheaper ranks before this
-        one."""
+        """Upper bound of the share of the wait for ``loader``, 0 to 1, that ``workers`` hide. A batch takes at least the rest
+        of a step, its part of reading, and the CPU time of both on all cores. So where reading dominates, a check that
+        makes it cheaper ranks before this one."""
         rest, wait = cls.rest_ms(record, loader), max(loader.wait_ms, 1e-3)
         together = max(rest, reads / workers, record.cpu_share * (rest + wait))
         return min(1.0, max(0.0, rest + wait - together) / wait)
