@@ -24,7 +24,7 @@ from trimtab.cli.main import app
 
 ROOT = pathlib.Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "trimtab"
-LATE = re.compile(r'late\("([\w.]+)"\)\.(\w+)')
+LAZY = re.compile(r'lazy_import\("([\w.]+)"\)\.(\w+)')
 """A name of a module that a command imports when it runs."""
 README, FROZEN = ROOT / "README.md", pathlib.Path(__file__).parent / "data" / "cli.txt"
 
@@ -304,7 +304,7 @@ def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def test_what_commands_import_late_is_there() -> None:
     """The type checker sees no module that is named by a text."""
     asked = [
-        found for path in sorted((SOURCE / "cli").glob("*.py")) for found in LATE.findall(path.read_text(encoding="utf-8"))
+        found for path in sorted((SOURCE / "cli").glob("*.py")) for found in LAZY.findall(path.read_text(encoding="utf-8"))
     ]
     assert len(asked) > 20
     missing = [f"{module}.{name}" for module, name in asked if not hasattr(importlib.import_module(f"trimtab.{module}"), name)]

@@ -191,7 +191,7 @@ def pressed(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("line", ["list passes", "env --refresh", "measure model.py --time 3s", "verify runs/x/artifact"])
 def test_ctrl_c_promises_no_more_than_is_true(line: str, command, monkeypatch) -> None:
-    monkeypatch.setattr(environment, "late", pressed)
+    monkeypatch.setattr(environment, "lazy_import", pressed)
     monkeypatch.setattr(trimtab, "compare", pressed)
     monkeypatch.setattr(trimtab, "verify", pressed)
     code, _, err = command(*shlex.split(line))
@@ -310,7 +310,7 @@ def test_a_pipe_of_our_own_that_breaks_is_a_bug(command, monkeypatch, tmp_path) 
     def breaks(*_: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr(environment, "late", breaks)
+    monkeypatch.setattr(environment, "lazy_import", breaks)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code, _, err = command("list", "passes")
     assert code == 70

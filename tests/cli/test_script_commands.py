@@ -42,7 +42,7 @@ def test_run_passes_arguments_after_dashes(folder: pathlib.Path, monkeypatch: py
         def run(command: Any, **options: Any) -> None:
             seen.update(argv=command.argv, **options)
 
-    monkeypatch.setattr(script_run, "late", lambda name: Running)
+    monkeypatch.setattr(script_run, "lazy_import", lambda name: Running)
     done = CliRunner().invoke(app, ["run", "--anyway", "train.py", "--", "--epochs", "1"])
     assert done.exit_code == 0, done.output
     assert seen == {"argv": (sys.executable, "train.py", "--epochs", "1"), "path": None, "anyway": True, "watch_s": None}
@@ -57,7 +57,7 @@ def test_tune_takes_workloads_of_training(folder: pathlib.Path, monkeypatch: pyt
             seen.update(workload=workload, **options)
             return "tuned"
 
-    monkeypatch.setattr(script_tune, "late", lambda name: Api)
+    monkeypatch.setattr(script_tune, "lazy_import", lambda name: Api)
     done = CliRunner().invoke(app, ["tune", "train.py:training", "--budget", "30s"])
     assert done.exit_code == 0, done.output
     assert seen == {"workload": "train.py:training", "budget": 30.0, "out": None, "fresh": False}

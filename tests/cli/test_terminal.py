@@ -127,7 +127,7 @@ def broken(kind: str) -> object:
 
 
 def test_a_bug_is_one_sentence_and_a_file(capsys, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(environment, "late", broken)
+    monkeypatch.setattr(environment, "lazy_import", broken)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     code, _, err = trimtab(capsys, monkeypatch, "list", "passes")

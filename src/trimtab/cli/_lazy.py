@@ -10,7 +10,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 
-def late(module: str) -> Any:
+def lazy_import(module: str) -> Any:
     """Import and return the module ``trimtab.<module>``."""
     return importlib.import_module(f"trimtab.{module}")
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from trimtab._internal.text import clock
 from trimtab._internal.text import plain as cleaned
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome, training_progress
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -209,7 +209,7 @@ class Board(View):
 
     def _tally(self, record: Record) -> None:
         self._counts = collections.Counter(str(trial.state) for trial in record.trials)
-        ranked = late("study.ranking").ranked(record.trials, record.limits, record.objective)
+        ranked = lazy_import("study.ranking").ranked(record.trials, record.limits, record.objective)
         if best := next(iter(ranked), None):
             self._best = Text.assemble((outcome(best), "green"), f"  {best.recipe}")
 

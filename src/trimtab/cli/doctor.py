@@ -15,7 +15,7 @@ from trimtab._internal.files import typed
 from trimtab._internal.serialization import dumps
 from trimtab._internal.text import plain
 from trimtab._internal.units import positive, seconds
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.cli._script import Module, Words, command_of, lines
 from trimtab.errors import UsageError
 
@@ -55,7 +55,7 @@ def doctor_command(
       trimtab doctor workload.py:workload --write patch.diff
     """
     given, limit = tuple(script or ()), positive(seconds(budget, "--budget"), "--budget")
-    api = late("api.doctor")
+    api = lazy_import("api.doctor")
     if module is None and given and api.is_workload(given[0]):
         if given[1:]:
             raise UsageError(f"{given[0]} is a workload, which takes no arguments, but {' '.join(given[1:])!r} was given.")
@@ -72,14 +72,14 @@ def doctor_command(
             out=out,
             patch=write,
             trace=trace,
-            schedule=late("probe.tracing").Schedule.parse(schedule),
+            schedule=lazy_import("probe.tracing").Schedule.parse(schedule),
             nvtx=nvtx,
         )
         found = api.examine(request, lines(limit))
     if write is not None and found.patch is None:
         typer.echo("note: No finding has an edit that is complete, so no patch was written.", err=True)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(dumps(found) if json else plain(late("report.doctor_text").text(found, columns)))
+    typer.echo(dumps(found) if json else plain(lazy_import("report.doctor_text").text(found, columns)))
     return 0
 
 

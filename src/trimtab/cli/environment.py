@@ -16,7 +16,7 @@ from rich.text import Text
 
 import trimtab
 from trimtab._internal.serialization import dumps, to_json
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import waiting
 from trimtab.errors import UsageError
 
@@ -47,9 +47,9 @@ def env_command(
     """
     with waiting("looking at this machine, and measuring its peaks if they are not known yet"):
         environment = trimtab.Environment.capture()
-        peaks = late("hardware.environment").measured_peaks(environment, refresh=refresh)
+        peaks = lazy_import("hardware.environment").measured_peaks(environment, refresh=refresh)
     if json:
-        missing = {item.package: item.command for item in late("hardware.environment").OPTIONAL if not item.installed}
+        missing = {item.package: item.command for item in lazy_import("hardware.environment").OPTIONAL if not item.installed}
         typer.echo(
             dumps({"environment": environment, "fingerprint": environment.fingerprint, "peaks": peaks, "missing": missing})
         )
@@ -107,7 +107,7 @@ def _packages_table(found: Environment) -> Table:
     table = _table("package", "version", "what it would bring")
     for name, number in found.versions.items():
         _add(table, name, number, "")
-    for item in late("hardware.environment").OPTIONAL:
+    for item in lazy_import("hardware.environment").OPTIONAL:
         if not item.installed:
             _add(table, item.package, "not installed", f"{item.brings} {item.command}")
     return table
@@ -126,9 +126,9 @@ def list_command(
     """
     with waiting(f"looking for {kind}"):
         home = {"passes": "core.technique", "backends": "core.backend", "checks": "core.check"}[kind]
-        registry = getattr(late(home), kind.upper())
-        with late("backends.common.process_lock").quiet(stream=False):  # some packages print on import
-            rows = [_row(cls, late("core.technique")) for cls in registry.values()]
+        registry = getattr(lazy_import(home), kind.upper())
+        with lazy_import("backends.common.process_lock").quiet(stream=False):  # some packages print on import
+            rows = [_row(cls, lazy_import("core.technique")) for cls in registry.values()]
     for note in registry.broken.values():
         typer.echo(f"note: {note}", err=True)
     if json:

@@ -11,7 +11,7 @@ from trimtab._internal.files import typed
 from trimtab._internal.serialization import dumps
 from trimtab._internal.units import positive
 from trimtab._internal.units import seconds as duration
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.errors import UsageError
 
 EXIT_NOT_KEPT = 1
@@ -63,25 +63,25 @@ def load_test_command(
     for name, file in (("request", request), ("token-file", token_file), ("ca", ca)):
         if file is not None and not file.is_file():
             raise UsageError(f"--{name}: there is no file {str(file)!r}.")
-    token = None if token_file is None else late("serve.options").read_token(token_file)
+    token = None if token_file is None else lazy_import("serve.options").read_token(token_file)
     asked: dict[str, Any] = {
         "model": model,
         "rate": None if rate is None else positive(rate, "--rate", "200"),
         "seconds": duration(time, "--time"),
         "rows": positive(rows, "--rows"),
         "body": None if request is None else request.read_bytes(),
-        "access": late("serve.load_test").Access(token, ca),
+        "access": lazy_import("serve.load_test").Access(token, ca),
     }
-    address_of = late("serve.own_server").address_of
+    address_of = lazy_import("serve.own_server").address_of
     if vs is not None:
         if rate is None or limit is not None:
             raise UsageError("Two servers are compared at one rate. Give --vs with --rate, and without --find and --p99.")
         with address_of(target, trust=trust) as first, address_of(vs, trust=trust) as second:
-            compared = late("serve.load_comparison").compare_servers(first, second, **asked)
+            compared = lazy_import("serve.load_comparison").compare_servers(first, second, **asked)
         typer.echo(dumps(compared) if json else compared)
         return 0
     with address_of(target, trust=trust) as url:
-        found = late("serve.load_test").load_test(
+        found = lazy_import("serve.load_test").load_test(
             url, p99_s=limit, on_load=lambda load: None if json else typer.echo(load), **asked
         )
     if json:

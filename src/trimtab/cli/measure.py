@@ -14,7 +14,7 @@ from trimtab._internal.files import typed
 from trimtab._internal.serialization import dumps, from_json, to_json
 from trimtab._internal.text import plain
 from trimtab._internal.units import fraction, positive, seconds
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, brought
 from trimtab.core.measurement import Interval
@@ -65,7 +65,7 @@ def measure_command(
     _note_others()
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         given = [one for one in (subject, vs) if one is not None]
-        is_python = late("importers.load").is_python  # imports torch
+        is_python = lazy_import("importers.load").is_python  # imports torch
         takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
         sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
         how: dict[str, Any] = {"objective": objective, "seconds": most, "width": narrow, "trust": trust}
@@ -73,7 +73,7 @@ def measure_command(
     profiles = []
     if memory or operators:
         with waiting(f"looking at the {' and the '.join(['memory'] * memory + ['operators'] * operators)}"):
-            profiled = late("cli._profile").profiled
+            profiled = lazy_import("cli._profile").profiled
             profiles = [profiled(side, memory=memory, operators=operators, trust=trust) for side in sides]
     typer.echo(
         dumps(to_json(found) | {"profiles": to_json(profiles)}) if json else plain("\n".join(map(str, (found, *profiles))))

@@ -19,7 +19,7 @@ from trimtab._internal.text import counted, no_file
 from trimtab._internal.text import plain as cleaned
 from trimtab._internal.units import megabytes, seconds
 from trimtab.cli._boundary import again
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
 
@@ -129,8 +129,8 @@ def annotated(result: Result, note: str | None) -> Result:
     earlier one, ``None`` leaves it."""
     if note is None:
         return result
-    result.study.storage.put(late("study.result").NOTE, note.strip() or None)
-    found: Result = late("api.optimize").write_results(result)
+    result.study.storage.put(lazy_import("study.result").NOTE, note.strip() or None)
+    found: Result = lazy_import("api.optimize").write_results(result)
     return found
 
 

@@ -13,7 +13,8 @@ import typer
 
 from trimtab._internal.files import typed
 from trimtab._internal.serialization import dumps
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
+from trimtab.errors import UsageError
 
 RUN = typed("runs/digits")
 Run = Annotated[pathlib.Path, typer.Argument(parser=RUN, metavar="RUN", help="Run folder of a study, such as runs/digits.")]
@@ -40,26 +41,27 @@ def report_command(
     Example: trimtab report runs/digits --open
     """
     if as_text + json + open_it > 1:
-        raise late("errors").UsageError("--text, --json and --open each ask for another form of the report. Give one of them.")
-    if os.path.isfile(run / late("probe.configuration").TUNED):
+        raise UsageError("--text, --json and --open each ask for another form of the report. Give one of them.")
+    if os.path.isfile(run / lazy_import("probe.configuration").TUNED):
         return _tuned(run, output, open_it, as_text, json)
     if as_text or json:
-        record = late("study.record").Record.read(run)
-        found = dumps(record) if json else late("report").text(record, _columns() if output is None else None)
-        typer.echo(found if output is None else late("report").save_text(f"{found}\n", output))
+        record = lazy_import("study.record").Record.read(run)
+        found = dumps(record) if json else lazy_import("report").text(record, _columns() if output is None else None)
+        typer.echo(found if output is None else lazy_import("report").save_text(f"{found}\n", output))
         return 0
-    _told(late("report").write(run, output), open_it)
+    _told(lazy_import("report").write(run, output), open_it)
     return 0
 
 
 def _tuned(run: pathlib.Path, output: pathlib.Path | None, open_it: bool, as_text: bool, json: bool) -> int:
     """The report on a script that ``trimtab tune`` measured."""
-    found = late("probe.tuning").TunedScript.read(run)
+    found = lazy_import("probe.tuning").TunedScript.read(run)
     if as_text or json:
         told = dumps(found) if json else str(found)
-        typer.echo(told if output is None else late("report").save_text(f"{told}\n", output))
+        typer.echo(told if output is None else lazy_import("report").save_text(f"{told}\n", output))
         return 0
-    _told(late("report").save_text(late("report.doctor_page").tuned_html(found), output or run / "report.html"), open_it)
+    page = lazy_import("report.doctor_page").tuned_html(found)
+    _told(lazy_import("report").save_text(page, output or run / "report.html"), open_it)
     return 0
 
 
@@ -79,11 +81,9 @@ def compare_command(
     Example: trimtab compare runs/digits runs/digits-server
     """
     if os.path.realpath(left) == os.path.realpath(right):
-        raise late("errors").UsageError(
-            f"Both folders are {left}: a study has nothing to be compared with but another one. Give two."
-        )
-    read = late("study.record").Record.read
-    found = late("report").side_by_side(read(left), read(right), (str(left), str(right)))
+        raise UsageError(f"Both folders are {left}: a study has nothing to be compared with but another one. Give two.")
+    read = lazy_import("study.record").Record.read
+    found = lazy_import("report").side_by_side(read(left), read(right), (str(left), str(right)))
     typer.echo(dumps(found) if json else found.shown(_columns()))
     return 0
 

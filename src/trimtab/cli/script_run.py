@@ -9,7 +9,7 @@ import typer
 
 from trimtab._internal.files import typed
 from trimtab._internal.units import seconds
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.cli._script import Module, Words, command_of
 
 
@@ -40,5 +40,5 @@ def run_command(
       trimtab run -- torchrun --nproc_per_node 2 train.py
     """
     watch_s = seconds(every, "--every") if watch else None
-    late("probe.running").run(command_of(script or [], module), path=config, anyway=anyway, watch_s=watch_s)
+    lazy_import("probe.running").run(command_of(script or [], module), path=config, anyway=anyway, watch_s=watch_s)
     return 0

@@ -10,7 +10,7 @@ import typer
 from trimtab._internal.files import typed
 from trimtab._internal.serialization import dumps, write_text
 from trimtab._internal.units import seconds
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.cli._script import Module, Words, command_of, is_workload, lines
 from trimtab.errors import UsageError
 
@@ -50,11 +50,11 @@ def tune_command(
     if is_workload(words, module):
         if len(words) > 1 or overwrite or in_place:
             raise UsageError("A workload takes no arguments, and neither --overwrite nor --in-place; those are for scripts.")
-        tuned = late("api.tune").tune(words[0], budget=limit_s, out=out, fresh=fresh)
+        tuned = lazy_import("api.tune").tune(words[0], budget=limit_s, out=out, fresh=fresh)
         typer.echo(dumps(tuned) if json else tuned)
         return 0
     command = command_of(words, module)
-    tuning = late("probe.tuning")
+    tuning = lazy_import("probe.tuning")
     limit_s = tuning.BUDGET_S if limit_s is None else limit_s
     found = tuning.tune_script(
         command,
@@ -66,6 +66,6 @@ def tune_command(
         on_progress=lines(limit_s),
     )
     report = found.folder / "report.html"
-    write_text(report, late("report.doctor_page").tuned_html(found))
+    write_text(report, lazy_import("report.doctor_page").tuned_html(found))
     typer.echo(dumps(found) if json else f"{found}\nreport: {report}")
     return 0

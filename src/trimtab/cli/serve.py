@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trimtab._internal.files import typed
-from trimtab.cli._lazy import late
+from trimtab.cli._lazy import lazy_import
 from trimtab.errors import MissingPackageError, UsageError
 
 PACKAGES = ("uvicorn", "uvloop", "httptools", "orjson", "prometheus_client", "grpc", "google.protobuf")
@@ -81,16 +81,16 @@ def serve_command(
         **{"host": host, "port": port, "grpc_port": grpc_port, "no_grpc": no_grpc, "token_file": token_file},
         **{"tls_cert": tls_cert, "tls_key": tls_key, "trust": trust, "log_requests": log_requests},
     }
-    options = late("serve.options").read_options(artifacts or [], flags, config)
+    options = lazy_import("serve.options").read_options(artifacts or [], flags, config)
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(f"trimtab serve needs the package {package}. pip install 'trimtab[serve]'")
     if write is not None:
         if out is None:
             raise UsageError(f"--write {write} needs a folder. Give --out FOLDER.")
-        print("\n".join(map(str, late("serve.deploy").write(options, write, pathlib.Path(out)))))
+        print("\n".join(map(str, lazy_import("serve.deploy").write(options, write, pathlib.Path(out)))))
         return 0
     if out is not None:
         raise UsageError("--out is the folder of --write. Give --write docker, or leave it out.")
-    late("serve.front").run(options)
+    lazy_import("serve.front").run(options)
     return 0
