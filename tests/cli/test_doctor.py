@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trimtab.api import doctor as api
-from trimtab.cli.doctor import again, doctor_command
+from trimtab.cli.doctor import doctor_command, typed_words
 from trimtab.errors import UsageError
 from trimtab.probe.tracing import Schedule
 
@@ -41,7 +41,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     ],
 )
 def test_the_next_command_has_the_words_as_they_are_typed(words: tuple[str, ...], module: str | None, typed: str) -> None:
-    assert " ".join(again(words, module)) == typed
+    assert " ".join(typed_words(words, module)) == typed
 
 
 @pytest.mark.parametrize("reference", ["workload.py", "workload.py:workload"])

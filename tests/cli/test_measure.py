@@ -28,7 +28,7 @@ class Broken(nn.Module):
 
 def test_memory_and_operators_come_from_a_process_of_their_own() -> None:
     workload = trimtab.Workload(model=Net, inputs=torch.randn(64, 64), name="net")
-    found = _profile.profiled(workload, memory=True, operators=True, trust=False)
+    found = _profile.profile_model(workload, memory=True, operators=True, trust=False)
     assert found.peak_mb is not None
     assert found.peak_mb >= 0
     assert found.first_call_s is not None
@@ -41,7 +41,7 @@ def test_memory_and_operators_come_from_a_process_of_their_own() -> None:
 def test_a_model_that_fails_is_a_sentence() -> None:
     workload = trimtab.Workload(model=Broken, inputs=torch.randn(4, 4), name="net")
     with pytest.raises(MeasurementError, match="net could not be profiled: The model failed on the example inputs"):
-        _profile.profiled(workload, memory=True, operators=False, trust=False)
+        _profile.profile_model(workload, memory=True, operators=False, trust=False)
 
 
 def test_the_command_adds_what_was_asked_for(monkeypatch, capsys) -> None:
@@ -53,7 +53,7 @@ def test_the_command_adds_what_was_asked_for(monkeypatch, capsys) -> None:
         return _profile.ModelProfile(subject=side, peak_mb=12.5, method="samples", operators=rows, source="torch's profiler")
 
     monkeypatch.setattr(trimtab, "compare", lambda *args, **more: Timed())
-    monkeypatch.setattr(_profile, "profiled", profiled)
+    monkeypatch.setattr(_profile, "profile_model", profiled)
     assert measure.measure_command("m:net", memory=True, operators=True) == 0
     printed = capsys.readouterr().out
     assert "timed\nmemory of m:net: peak 12.5 MB above an idle process (samples)\n" in printed
@@ -79,5 +79,5 @@ def test_a_note_goes_into_the_storage_before_the_record_is_written_again(monkeyp
     storage = types.SimpleNamespace(put=lambda key, value: known.update({key: value}))
     result = types.SimpleNamespace(study=types.SimpleNamespace(storage=storage))
     monkeypatch.setattr("trimtab.api.optimize.write_results", lambda each: (each, dict(known)))
-    assert optimize.annotated(result, "  for the ticket ") == (result, {"note of the user": "for the ticket"})
-    assert optimize.annotated(result, " ")[1] == {"note of the user": None}
+    assert optimize.store_note(result, "  for the ticket ") == (result, {"note of the user": "for the ticket"})
+    assert optimize.store_note(result, " ")[1] == {"note of the user": None}

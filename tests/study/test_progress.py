@@ -20,7 +20,7 @@ from _faulty import run, write
 from trimtab.api.optimize import Interrupt
 from trimtab.backends.eager import Eager
 from trimtab.cli._progress import Board, Lines, Quiet
-from trimtab.cli.optimize import show
+from trimtab.cli.optimize import print_result
 from trimtab.core.limits import Limits
 from trimtab.core.measurement import Interval
 from trimtab.core.recipe import Recipe
@@ -99,7 +99,7 @@ def test_a_note_that_was_told_is_not_told_again(capsys: pytest.CaptureFixture[st
     views = Lines(screen, None, None), Board(screen, None, None), Quiet(screen, None, None)
     for view in views:
         view.remark("The inputs are random numbers.")
-    assert [len(view.told) for view in views] == [1, 1, 0]
+    assert [len(view.remarks) for view in views] == [1, 1, 0]
     log = f"confirm/{Recipe(backend=Eager()).hash}/log.txt"
     result = types.SimpleNamespace(
         ladder=lambda: "rung  recipe",
@@ -111,7 +111,7 @@ def test_a_note_that_was_told_is_not_told_again(capsys: pytest.CaptureFixture[st
         trials=[],
         seconds=1.0,
     )
-    show(result, views[0].told)  # type: ignore[arg-type]
+    print_result(result, views[0].remarks)  # type: ignore[arg-type]
     out = capsys.readouterr().out
     assert "random" not in out
     assert "note: Another." in out

@@ -24,10 +24,10 @@ from trimtab._internal.text import plain
 from trimtab.errors import BUG, EXIT_BUG, TrimtabError, UsageError
 
 EXIT_INTERRUPTED = 130
-ENDING = ("SIGTERM", "SIGHUP")
+TERMINATION = ("SIGTERM", "SIGHUP")
 """Signals that end a command: from a batch system, a service manager or a closed terminal."""
-KEEPS = frozenset({"optimize"})
-"""Commands that keep their finished work when they are interrupted."""
+RESUMABLE = frozenset({"optimize"})
+"""Commands that resume their finished work after an interruption."""
 PASSWORD = re.compile(r"(://[^:/@]*:).*@")
 DEBUG = "TRIMTAB_DEBUG"
 """Environment variable: ``1`` prints the traceback of every error."""
@@ -54,32 +54,32 @@ class Boundary:
             return False
         if os.environ.get(DEBUG, "") not in ("", "0"):
             traceback.print_exception(error)
-        name, self.code, sentence = _told(error)
+        name, self.code, sentence = _describe(error)
         print(f"error[{name}]: {plain(sentence)}", file=sys.stderr)
         return True
 
 
-class Ending:
-    """A context in which the signals :data:`ENDING` raise ``KeyboardInterrupt``, so that workers and temporary files go.
+class TerminationSignals:
+    """A context in which the signals :data:`TERMINATION` raise ``KeyboardInterrupt``, so that workers and temporary files are cleaned up.
 
     A second signal ends the process at once. Ignored signals, as under nohup, stay ignored.
     """
 
     def __init__(self) -> None:
         self.code = EXIT_INTERRUPTED
-        """The exit code of an interrupted command: 128 plus the number of the signal."""
-        self._met = list[int]()
+        """Exit code of an interrupted command: 128 plus the number of the signal; 130 for Ctrl-C."""
+        self._handled = list[int]()
 
     def __enter__(self) -> Self:
-        known = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
+        known = [getattr(signal, name) for name in TERMINATION if hasattr(signal, name)]
         if threading.current_thread() is threading.main_thread():
-            self._met = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
-        for number in self._met:
+            self._handled = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
+        for number in self._handled:
             signal.signal(number, self._handle)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number in self._met:
+        for number in self._handled:
             signal.signal(number, signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -88,7 +88,7 @@ class Ending:
         raise KeyboardInterrupt
 
 
-def _told(error: Exception) -> tuple[str, int, str]:
+def _describe(error: Exception) -> tuple[str, int, str]:
     """The error code, the exit code and the sentence for ``error``."""
     if isinstance(error, TrimtabError):
         return error.code, error.exit_code, str(error)
@@ -99,14 +99,15 @@ def _told(error: Exception) -> tuple[str, int, str]:
         hint = f" See: {context.command_path} --help" if context is not None else ""
         return UsageError.code, UsageError.exit_code, f"{words}{hint}"
     what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    saved = _write_traceback(error)
     return (
         BUG,
         EXIT_BUG,
-        f"trimtab itself failed: {what} This is a bug in trimtab and not in your model. {_kept(error)} {DEBUG}=1 prints it.",
+        f"trimtab itself failed: {what} This is a bug in trimtab and not in your model. {saved} {DEBUG}=1 prints it.",
     )
 
 
-def standing() -> None:
+def check_working_directory() -> None:
     """Check that the working directory exists. Without it, relative paths and the imports of new processes fail.
 
     Raises:
@@ -118,10 +119,10 @@ def standing() -> None:
         raise UsageError("The folder that this was started in is gone, perhaps made anew. Change into it again.") from None
 
 
-def _kept(error: Exception) -> str:
+def _write_traceback(error: Exception) -> str:
     """Write the traceback of ``error``, the versions and the command to a file. Returns a sentence with its path."""
     where = f"trimtab {version('trimtab')}, Python {platform.python_version()}, {platform.platform()}"
-    head = f"{where}\n$ {again(sys.argv[1:])}\n\n"
+    head = f"{where}\n$ {resume_command(sys.argv[1:])}\n\n"
     try:
         handle, name = tempfile.mkstemp(prefix="trimtab-bug-", suffix=".txt")
         os.close(handle)
@@ -131,13 +132,13 @@ def _kept(error: Exception) -> str:
     return f"Its traceback is in {name}; please report it with that."
 
 
-def interrupted(arguments: Sequence[str]) -> str:
-    """A sentence about what remains of an interrupted command with ``arguments``."""
-    if KEEPS.isdisjoint(arguments[:1]):
-        return f"interrupted; nothing was kept. Again: {again(arguments)}"
-    return f"interrupted; what was finished is kept. To go on from it: {again(arguments)}"
+def interruption_sentence(arguments: Sequence[str]) -> str:
+    """A sentence that says what an interrupted command has kept, and how to run it again."""
+    if RESUMABLE.isdisjoint(arguments[:1]):
+        return f"interrupted; nothing was kept. Again: {resume_command(arguments)}"
+    return f"interrupted; what was finished is kept. To go on from it: {resume_command(arguments)}"
 
 
-def again(arguments: Sequence[str]) -> str:
+def resume_command(arguments: Sequence[str]) -> str:
     """The command line that continues the command with ``arguments``: without ``--fresh`` and without database passwords."""
     return shlex.join(["trimtab", *(PASSWORD.sub(r"\1***@", word) for word in arguments if word != "--fresh")])

@@ -30,7 +30,7 @@ from trimtab.tensors.structure import cloned
 from trimtab.tensors.weights import weight_bytes
 
 MORE_CALLS, SHOWN = 2, 10
-"""Calls after the first in which memory settles, and operators that are printed; the JSON has all."""
+"""Further calls until the memory is stable; and operators that are printed, while the JSON has all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class ModelProfile:
         return "\n".join(lines)
 
 
-def profiled(subject: Workload | str, *, memory: bool, operators: bool, trust: bool) -> ModelProfile:
+def profile_model(subject: Workload | str, *, memory: bool, operators: bool, trust: bool) -> ModelProfile:
     """The profile of an artifact's folder or of a workload as written, from a new process.
 
     Raises:
@@ -98,7 +98,7 @@ def profiled(subject: Workload | str, *, memory: bool, operators: bool, trust: b
 def profile_job(job: Mapping[str, Any], folder: pathlib.Path) -> Any:
     """Load a model as its user does, call it, and profile its calls."""
     found = ModelProfile(subject=job["name"])
-    prepare = _artifact if "artifact" in job else _workload
+    prepare = _prepare_artifact if "artifact" in job else _prepare_workload
     load, weighs_mb = prepare(job)
     begun = time.perf_counter()
     with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
@@ -134,8 +134,8 @@ def _operators(
         return TORCH, operator_times(call, repeats=repeats)
 
 
-def _artifact(job: Mapping[str, Any]) -> tuple[Load, float]:
-    """How the artifact is loaded; it is called with its first test vector."""
+def _prepare_artifact(job: Mapping[str, Any]) -> tuple[Load, float]:
+    """A function that loads the artifact, for calls with its first test vector; and no megabytes."""
     artifact = open_artifact(job["artifact"])
     leaves = artifact.golden().cases[0].inputs
 
@@ -151,8 +151,8 @@ def _artifact(job: Mapping[str, Any]) -> tuple[Load, float]:
     return load, 0.0
 
 
-def _workload(job: Mapping[str, Any]) -> tuple[Load, float]:
-    """How the workload builds its model, and the megabytes of weights that exist before that."""
+def _prepare_workload(job: Mapping[str, Any]) -> tuple[Load, float]:
+    """A function that builds the model of the workload, and the MB of weights that exist before that."""
     workload = read_workload(job["workload"])
     args, kwargs = cloned(as_call(workload.inputs))  # copies, because the model may write to them
 

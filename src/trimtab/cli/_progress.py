@@ -57,7 +57,7 @@ class View(Progress):
         """The largest number of new trials."""
         self.cut_short = False
         """Whether Ctrl-C was pressed."""
-        self.told: set[str] = set()
+        self.remarks: set[str] = set()
         """The remarks shown so far."""
         self.began_at = self.since = time.monotonic()
 
@@ -69,7 +69,7 @@ class View(Progress):
 
     def remark(self, sentence: str) -> None:
         """Record that ``sentence`` is shown."""
-        self.told.add(sentence)
+        self.remarks.add(sentence)
         super().remark(sentence)
 
     def interrupted(self) -> None:
@@ -150,7 +150,7 @@ class Board(View):
     def opened(self, record: Record) -> None:
         """Show the best trial of an earlier run."""
         self._earlier = len(record.trials)
-        self._tally(record)
+        self._count_trials(record)
 
     def remark(self, sentence: str) -> None:
         """Print the remark above the view."""
@@ -171,7 +171,7 @@ class Board(View):
     def ended(self, trial: Trial, record: Record) -> None:
         """Print the finished trial above the view."""
         self._running = None
-        self._tally(record)
+        self._count_trials(record)
         self.console.print(self._row(trial))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -185,7 +185,7 @@ class Board(View):
         if self._best is not None:
             grid.add_row("", Text.assemble(("best  ", "dim"), self._best), "")
         if self._counts:
-            grid.add_row("", Text.assemble(("done  ", "dim"), self._tallied()), "")
+            grid.add_row("", Text.assemble(("done  ", "dim"), self._counts_text()), "")
         yield grid
 
     def _row(self, trial: Trial) -> Table:
@@ -207,13 +207,13 @@ class Board(View):
         grid.add_row(self._marks[trial.state], str(trial.number), text, took)
         return grid
 
-    def _tally(self, record: Record) -> None:
+    def _count_trials(self, record: Record) -> None:
         self._counts = collections.Counter(str(trial.state) for trial in record.trials)
         ranked = lazy_import("study.ranking").ranked(record.trials, record.limits, record.objective)
         if best := next(iter(ranked), None):
             self._best = Text.assemble((outcome(best), "green"), f"  {best.recipe}")
 
-    def _tallied(self) -> str:
+    def _counts_text(self) -> str:
         total = sum(self._counts.values())
         of = "" if self.trials is None else f" of {self.trials + self._earlier}"
         parts = [f"{self._counts[state]} {word}" for state, word in STATES.items() if self._counts[state]]

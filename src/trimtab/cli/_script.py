@@ -42,6 +42,6 @@ def command_of(words: Sequence[str], module: str | None) -> Command:
     return Command.of(launcher=words)
 
 
-def lines(budget_s: float | None) -> Callable[[str], None]:
+def progress_lines(budget_s: float | None) -> Callable[[str], None]:
     """A function that prints each stage with the elapsed time on standard error."""
     return Printed(budget_s=budget_s).stage

@@ -15,7 +15,7 @@ GONE = (errno.EPIPE, errno.EIO, errno.ENOSPC)
 """Error numbers of a closed pipe, a closed terminal and a full disk."""
 
 
-class _Lasting(io.FileIO):
+class _TolerantFile(io.FileIO):
     """A file descriptor that discards writes once its reader is gone (``| head``, a closed terminal) or its disk is full.
 
     It raises nothing. typer and rich would turn a broken pipe into exit code 1, which here means that limits are not met, and
@@ -34,9 +34,9 @@ class _Lasting(io.FileIO):
             if error.errno not in GONE:
                 raise
             self.full = self.full or error.errno == errno.ENOSPC
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # child processes inherit the descriptor
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # child processes inherit the descriptor
+            os.close(null)
             return len(data)
 
 
@@ -50,7 +50,7 @@ def prepare() -> None:
         if isinstance(
             getattr(stream.buffer, "raw", stream.buffer), io.FileIO
         ):  # neither a stream of a test nor the console of Windows
-            setattr(sys, name, _lasting(stream))
+            setattr(sys, name, _tolerant(stream))
 
 
 def check() -> None:
@@ -68,10 +68,10 @@ def check() -> None:
         )
 
 
-def _lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _tolerant(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False)),
+        io.BufferedWriter(_TolerantFile(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering or stream.write_through,

@@ -16,7 +16,7 @@ from trimtab._internal.serialization import dumps
 from trimtab._internal.text import plain
 from trimtab._internal.units import positive, seconds
 from trimtab.cli._lazy import lazy_import
-from trimtab.cli._script import Module, Words, command_of, lines
+from trimtab.cli._script import Module, Words, command_of, progress_lines
 from trimtab.errors import UsageError
 
 
@@ -61,7 +61,7 @@ def doctor_command(
             raise UsageError(f"{given[0]} is a workload, which takes no arguments, but {' '.join(given[1:])!r} was given.")
         opened, typed_again = api.workload_steps(given[0]), given
     else:
-        opened, typed_again = contextlib.nullcontext(command_of(given, module)), again(given, module)
+        opened, typed_again = contextlib.nullcontext(command_of(given, module)), typed_words(given, module)
     with opened as command:
         request = api.Request(
             command=command,
@@ -75,7 +75,7 @@ def doctor_command(
             schedule=lazy_import("probe.tracing").Schedule.parse(schedule),
             nvtx=nvtx,
         )
-        found = api.examine(request, lines(limit))
+        found = api.examine(request, progress_lines(limit))
     if write is not None and found.patch is None:
         typer.echo("note: No finding has an edit that is complete, so no patch was written.", err=True)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -83,8 +83,8 @@ def doctor_command(
     return 0
 
 
-def again(words: Sequence[str], module: str | None) -> tuple[str, ...]:
-    """The words as they are typed again: arguments of a script, and a launcher, stand behind ``--``."""
+def typed_words(words: Sequence[str], module: str | None) -> tuple[str, ...]:
+    """The words for the same command line, with ``--`` before the arguments of a script and before a launcher."""
     if module is not None:
         return ("-m", module, *(("--", *words) if words else ()))
     if words[0].endswith(".py"):

@@ -139,17 +139,17 @@ def list_command(
         return 0
     console = Console(highlight=False)
     for row in rows:
-        _show(console, row)
+        _print_row(console, row)
     return 0
 
 
-def _show(console: Console, row: dict[str, Any]) -> None:
+def _print_row(console: Console, row: dict[str, Any]) -> None:
     """Print a technique in a few lines; the columns of a table would be too narrow."""
     uses = f"{row['about']}s" if "about" in row else ", ".join(_USES[mode] for mode in row["modes"])
     head = [uses, *(["may lose accuracy"] if row["exact"] is False else [])]
     console.print(Text.assemble((row["name"], "bold"), f": {'; '.join(head)}"))
     fields = [f"{name}={'|'.join(map(str, values))}" for name, values in dict(row["fields"]).items()]
-    for line in (row["summary"], ", ".join(fields), _here(row)):
+    for line in (row["summary"], ", ".join(fields), _availability(row)):
         if line:
             words = textwrap.fill(line, max(console.width, NARROWEST) - len(INDENT), break_on_hyphens=False)
             console.print(Text(textwrap.indent(words, INDENT)))
@@ -182,7 +182,7 @@ def _not_here(technique: Any) -> dict[str, str]:
     return {way: reason for way, reason in found.items() if reason is not None}
 
 
-def _here(row: dict[str, Any]) -> str:
+def _availability(row: dict[str, Any]) -> str:
     """Words that say whether a technique can run here; fields with one reason are listed together."""
     but = " ".join(dict.fromkeys(row["not_here"].values()))
     return row["why_not"] or (f"can run, but: {but}" if but else "can run")

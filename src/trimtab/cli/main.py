@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from trimtab.cli import _streams
-from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, Ending, interrupted, standing
+from trimtab.cli._boundary import EXIT_INTERRUPTED, Boundary, TerminationSignals, check_working_directory, interruption_sentence
 from trimtab.cli._lazy import group
 
 COMMANDS = {
@@ -88,13 +88,13 @@ def _version(package: str) -> str:
 def main() -> None:
     """Run the command line; each error becomes one sentence and an exit code."""
     _streams.prepare()
-    with Ending() as ending, Boundary() as boundary:
-        standing()
+    with TerminationSignals() as signals, Boundary() as boundary:
+        check_working_directory()
         code = app(prog_name="trimtab", standalone_mode=False)
         boundary.code = code if isinstance(code, int) else 0
         if not boundary.code:
             _streams.check()
     if boundary.code == EXIT_INTERRUPTED:  # typer's code for KeyboardInterrupt
-        print(f"\n{interrupted(sys.argv[1:])}", file=sys.stderr)
-        boundary.code = ending.code
+        print(f"\n{interruption_sentence(sys.argv[1:])}", file=sys.stderr)
+        boundary.code = signals.code
     sys.exit(boundary.code)

@@ -16,7 +16,7 @@ from trimtab._internal.text import plain
 from trimtab._internal.units import fraction, positive, seconds
 from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import waiting
-from trimtab.cli.optimize import Inputs, Shape, Task, brought
+from trimtab.cli.optimize import Inputs, Shape, Task, load_subject
 from trimtab.core.measurement import Interval
 from trimtab.measure.host import other_load
 
@@ -62,26 +62,26 @@ def measure_command(
       trimtab measure runs/old/artifact --vs runs/new/artifact --width 1%
     """
     most, narrow = seconds(time, "--time"), positive(fraction(width, "--width"), "--width", "2%")
-    _note_others()
+    _note_busy_machine()
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         given = [one for one in (subject, vs) if one is not None]
         is_python = lazy_import("importers.load").is_python  # imports torch
-        takes = [one for one in given if not _is_folder(one) and not is_python(one)] or given
-        sides = [brought(one, inputs, shape, task) if one in takes and not _is_folder(one) else one for one in given]
+        configurable = [one for one in given if not _is_folder(one) and not is_python(one)] or given
+        sides = [load_subject(one, inputs, shape, task) if one in configurable and not _is_folder(one) else one for one in given]
         how: dict[str, Any] = {"objective": objective, "seconds": most, "width": narrow, "trust": trust}
         found = trimtab.compare(sides[0], sides[1] if vs is not None else None, **how)
     profiles = []
     if memory or operators:
         with waiting(f"looking at the {' and the '.join(['memory'] * memory + ['operators'] * operators)}"):
-            profiled = lazy_import("cli._profile").profiled
-            profiles = [profiled(side, memory=memory, operators=operators, trust=trust) for side in sides]
+            profile_model = lazy_import("cli._profile").profile_model
+            profiles = [profile_model(side, memory=memory, operators=operators, trust=trust) for side in sides]
     typer.echo(
         dumps(to_json(found) | {"profiles": to_json(profiles)}) if json else plain("\n".join(map(str, (found, *profiles))))
     )
     return 0
 
 
-def _note_others() -> None:
+def _note_busy_machine() -> None:
     """Print a note to standard error if other processes make this machine busy."""
     found = other_load()
     if found is not None and found.busy:
@@ -107,7 +107,7 @@ def verify_command(
       trimtab verify runs/digits/artifact --json
     """
     most = seconds(time, "--time")
-    _note_others()
+    _note_busy_machine()
     with waiting(f"verifying {artifact}: files, outputs, environment, speed"):
         found = trimtab.verify(artifact, trust=trust, seconds=most)
     typer.echo(dumps(found) if json else "\n".join(plain(line) for line in _lines(found)))

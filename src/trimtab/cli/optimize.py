@@ -18,7 +18,7 @@ from trimtab._internal.serialization import dumps
 from trimtab._internal.text import counted, no_file
 from trimtab._internal.text import plain as cleaned
 from trimtab._internal.units import megabytes, seconds
-from trimtab.cli._boundary import again
+from trimtab.cli._boundary import resume_command
 from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
@@ -95,15 +95,12 @@ def optimize_command(
       trimtab optimize model.py:workload --latency 4ms --size 5MB --budget 10m
       trimtab optimize model.py --objective throughput --json > result.json
     """
-    _find(workload)
+    _check_file(workload)
     budget_s = None if budget is None else seconds(budget, "--budget")
     options: dict[str, Any] = {"budget": budget_s, "trials": trials, "objective": objective, "sampler": sampler, "out": out}
+    options |= {"compress": compress, "storage": storage, "fresh": fresh, "seed": seed}
     options |= {
-        "compress": compress,
         "train_budget": None if train_budget is None else seconds(train_budget, "--train-budget"),
-        "storage": storage,
-        "fresh": fresh,
-        "seed": seed,
         "worker_memory_mb": None if worker_memory is None else megabytes(worker_memory, "--worker-memory"),
         "trial_seconds": seconds(trial_time, "--trial-time"),
         "timing_seconds": seconds(timing, "--timing"),
@@ -113,19 +110,20 @@ def optimize_command(
     with view(console, plain=lines, quiet=quiet, budget_s=budget_s, trials=trials) as progress:
         limit = {"max_drop": max_drop, "max_error": max_error, "latency": latency, "memory": memory, "size": size}
         limits = trimtab.Limits.parse(**limit, throughput=throughput)
-        subject = brought(workload, inputs, shape, task)
-        result = annotated(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
+        subject = load_subject(workload, inputs, shape, task)
+        result = store_note(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
     if json:
         typer.echo(dumps(result))
     else:
-        show(result, progress.told)
+        print_result(result, progress.remarks)
     if progress.cut_short and not quiet:
-        console.print(f"interrupted before the search was done. To go on: {again(sys.argv[1:])}", markup=False, soft_wrap=True)
+        command = resume_command(sys.argv[1:])
+        console.print(f"interrupted before the search was done. To go on: {command}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
 
 
-def annotated(result: Result, note: str | None) -> Result:
-    """``result`` with the user's ``note`` in the storage of its study, its record and its report. An empty note removes the
+def store_note(result: Result, note: str | None) -> Result:
+    """Write the user's ``note`` to the storage, record and report of ``result``. Returns the result. An empty note removes the
     earlier one, ``None`` leaves it."""
     if note is None:
         return result
@@ -134,8 +132,8 @@ def annotated(result: Result, note: str | None) -> Result:
     return found
 
 
-def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:
-    """The workload, loaded with its options if there are any; else its reference."""
+def load_subject(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:
+    """The loaded workload if there are options for it; otherwise its reference."""
     if inputs is None and not shape and task is None:
         return workload
     shapes: dict[str, str] = {}
@@ -147,7 +145,7 @@ def brought(workload: str, inputs: pathlib.Path | None, shape: list[str] | None,
     return trimtab.load_workload(workload, inputs=inputs, shapes=shapes, task=task)
 
 
-def _find(workload: str) -> None:
+def _check_file(workload: str) -> None:
     """Check that the file of ``workload`` exists before torch is imported, which takes seconds.
 
     Raises:
@@ -158,8 +156,8 @@ def _find(workload: str) -> None:
         raise no_file(path, "Check the path, or write a file to start from: trimtab init.")
 
 
-def show(result: Result, told: Collection[str] = ()) -> None:
-    """Print the result, without the notes in ``told``, which were printed before."""
+def print_result(result: Result, shown: Collection[str] = ()) -> None:
+    """Print the result, without the notes in ``shown``, which were printed before."""
     console, terminal = Console(highlight=False, emoji=False), on_terminal(sys.stdout)
 
     def say(line: str = "") -> None:
@@ -173,7 +171,7 @@ def show(result: Result, told: Collection[str] = ()) -> None:
     say()
     say(result.sentence)
     for note in result.all_notes():
-        if note not in told:
+        if note not in shown:
             say(f"note: {note}")
     artifact = result.best.artifact if result.best is not None else None
     if artifact is not None:

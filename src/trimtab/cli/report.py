@@ -43,29 +43,29 @@ def report_command(
     if as_text + json + open_it > 1:
         raise UsageError("--text, --json and --open each ask for another form of the report. Give one of them.")
     if os.path.isfile(run / lazy_import("probe.configuration").TUNED):
-        return _tuned(run, output, open_it, as_text, json)
+        return _report_tuned(run, output, open_it, as_text, json)
     if as_text or json:
         record = lazy_import("study.record").Record.read(run)
         found = dumps(record) if json else lazy_import("report").text(record, _columns() if output is None else None)
         typer.echo(found if output is None else lazy_import("report").save_text(f"{found}\n", output))
         return 0
-    _told(lazy_import("report").write(run, output), open_it)
+    _announce(lazy_import("report").write(run, output), open_it)
     return 0
 
 
-def _tuned(run: pathlib.Path, output: pathlib.Path | None, open_it: bool, as_text: bool, json: bool) -> int:
+def _report_tuned(run: pathlib.Path, output: pathlib.Path | None, open_it: bool, as_text: bool, json: bool) -> int:
     """The report on a script that ``trimtab tune`` measured."""
     found = lazy_import("probe.tuning").TunedScript.read(run)
     if as_text or json:
-        told = dumps(found) if json else str(found)
-        typer.echo(told if output is None else lazy_import("report").save_text(f"{told}\n", output))
+        text = dumps(found) if json else str(found)
+        typer.echo(text if output is None else lazy_import("report").save_text(f"{text}\n", output))
         return 0
     page = lazy_import("report.doctor_page").tuned_html(found)
-    _told(lazy_import("report").save_text(page, output or run / "report.html"), open_it)
+    _announce(lazy_import("report").save_text(page, output or run / "report.html"), open_it)
     return 0
 
 
-def _told(path: pathlib.Path, open_it: bool) -> None:
+def _announce(path: pathlib.Path, open_it: bool) -> None:
     typer.echo(path)
     if open_it and not webbrowser.open(path.resolve().as_uri()):
         typer.echo(f"No browser could be started here. Open {path.resolve()} yourself; it needs no network.", err=True)

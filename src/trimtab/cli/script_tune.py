@@ -11,7 +11,7 @@ from trimtab._internal.files import typed
 from trimtab._internal.serialization import dumps, write_text
 from trimtab._internal.units import seconds
 from trimtab.cli._lazy import lazy_import
-from trimtab.cli._script import Module, Words, command_of, is_workload, lines
+from trimtab.cli._script import Module, Words, command_of, is_workload, progress_lines
 from trimtab.errors import UsageError
 
 
@@ -63,7 +63,7 @@ def tune_command(
         fresh=fresh,
         overwrite=overwrite,
         in_place=in_place,
-        on_progress=lines(limit_s),
+        on_progress=progress_lines(limit_s),
     )
     report = found.folder / "report.html"
     write_text(report, lazy_import("report.doctor_page").tuned_html(found))
