@@ -60,7 +60,7 @@ class Boundary:
 
 
 class TerminationSignals:
-    """A context in which the signals :data:`TERMINATION` raise ``KeyboardInterrupt``, so that workers and temporary files are cleaned up.
+    """A context in which the signals :data:`TERMINATION` raise ``KeyboardInterrupt``, so that workers and files are cleaned up.
 
     A second signal ends the process at once. Ignored signals, as under nohup, stay ignored.
     """

@@ -66,8 +66,8 @@ def measure_command(
     with waiting(f"timing {subject} against {vs or 'itself'}, each in a process of its own"):
         given = [one for one in (subject, vs) if one is not None]
         is_python = lazy_import("importers.load").is_python  # imports torch
-        configurable = [one for one in given if not _is_folder(one) and not is_python(one)] or given
-        sides = [load_subject(one, inputs, shape, task) if one in configurable and not _is_folder(one) else one for one in given]
+        loadable = [one for one in given if not _is_folder(one) and not is_python(one)] or given
+        sides = [load_subject(one, inputs, shape, task) if one in loadable and not _is_folder(one) else one for one in given]
         how: dict[str, Any] = {"objective": objective, "seconds": most, "width": narrow, "trust": trust}
         found = trimtab.compare(sides[0], sides[1] if vs is not None else None, **how)
     profiles = []
