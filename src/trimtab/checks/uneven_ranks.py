@@ -26,7 +26,7 @@ class UnevenRanks(ScriptCheck):
     """Share of the CPU time that other processes may use: they delay one rank or another."""
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
-        """How much later than the first the last rank comes to a reduction."""
+        """The delay between the first and the last rank at a reduction."""
         ranks = subject.distributed
         late = 0.0 if ranks is None or ranks.skew_ms is None else ranks.skew_ms
         taken = step_share(subject, late)

@@ -46,7 +46,7 @@ class ModelProfile:
     first_call_s: float | None = None
     """Seconds from the start of loading to the first answer, without imports."""
     method: str | None = None
-    """How the peak was measured."""
+    """Method of the measurement of the peak."""
     operators: tuple[OperatorTime, ...] | None = None
     """The slowest first; empty if the runtime does not name them, ``None`` if they were not asked for."""
     source: str | None = None
@@ -100,15 +100,15 @@ def profile_job(job: Mapping[str, Any], folder: pathlib.Path) -> Any:
     found = ModelProfile(subject=job["name"])
     prepare = _prepare_artifact if "artifact" in job else _prepare_workload
     load, weighs_mb = prepare(job)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with PeakMemory() as peak, user_code("The model failed on the example inputs"), torch.no_grad():
         call, own_profiler = load()
         call()
-        first_s = time.perf_counter() - begun
-        begun = time.perf_counter()
+        first_s = time.perf_counter() - start
+        start = time.perf_counter()
         for _ in range(MORE_CALLS):
             call()
-        call_s = (time.perf_counter() - begun) / MORE_CALLS
+        call_s = (time.perf_counter() - start) / MORE_CALLS
     if job["memory"]:
         first, peak_mb = None if weighs_mb else first_s, peak.result.host_mb + weighs_mb  # weights at hand were loaded before
         found = dataclasses.replace(found, peak_mb=peak_mb, first_call_s=first, method=peak.result.method)

@@ -30,6 +30,6 @@ def init_command(
       trimtab init ./my-bert
     """
     path = write_starter(kind, output, force=force)
-    again = shlex.join(["trimtab", "optimize", str(path), "--trials", "3"])
-    typer.echo(f"Wrote {path}. It runs as it is; what to replace is marked REPLACE. Try: {again}")
+    command = shlex.join(["trimtab", "optimize", str(path), "--trials", "3"])
+    typer.echo(f"Wrote {path}. It runs as it is; what to replace is marked REPLACE. Try: {command}")
     return 0

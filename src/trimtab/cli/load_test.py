@@ -64,7 +64,7 @@ def load_test_command(
         if file is not None and not file.is_file():
             raise UsageError(f"--{name}: there is no file {str(file)!r}.")
     token = None if token_file is None else lazy_import("serve.options").read_token(token_file)
-    asked: dict[str, Any] = {
+    load_options: dict[str, Any] = {
         "model": model,
         "rate": None if rate is None else positive(rate, "--rate", "200"),
         "seconds": duration(time, "--time"),
@@ -77,12 +77,12 @@ def load_test_command(
         if rate is None or limit is not None:
             raise UsageError("Two servers are compared at one rate. Give --vs with --rate, and without --find and --p99.")
         with address_of(target, trust=trust) as first, address_of(vs, trust=trust) as second:
-            compared = lazy_import("serve.load_comparison").compare_servers(first, second, **asked)
+            compared = lazy_import("serve.load_comparison").compare_servers(first, second, **load_options)
         typer.echo(dumps(compared) if json else compared)
         return 0
     with address_of(target, trust=trust) as url:
         found = lazy_import("serve.load_test").load_test(
-            url, p99_s=limit, on_load=lambda load: None if json else typer.echo(load), **asked
+            url, p99_s=limit, on_load=lambda load: None if json else typer.echo(load), **load_options
         )
     if json:
         typer.echo(dumps(found))

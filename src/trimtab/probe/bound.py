@@ -20,7 +20,7 @@ COMPUTING = ("forward", "backward", "optimizer", "zero_grad")
 
 
 def bound(record: ProbeRecord, peaks: Peaks | None = None) -> Bound:
-    """What limits a step of ``record``. ``peaks`` of the machine tell compute from memory bandwidth."""
+    """The resource that limits a step of ``record``. ``peaks`` give a roofline that separates compute from memory bandwidth."""
     shares = {name: ms / record.step_ms for name, ms in record.phases.items() if record.step_ms > 0}
     roof = _roofline(record, peaks)
     share = None if roof is None else round(roof.share, 4)

@@ -61,7 +61,7 @@ def _gpu() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was measured when settings were chosen."""
+    """The measurements by which settings were chosen."""
 
     speedup: tuple[float, float, float]
     """Speed-up of a step: value, and bounds of the 95% interval."""

@@ -38,7 +38,7 @@ OUT_OF_TIME = "There was no time left to measure it; give more with --budget."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was measured of some settings."""
+    """The measured effect of settings on a script."""
 
     settings: ScriptSettings
     gain: Interval | None = None
@@ -75,7 +75,7 @@ def measure(
     as soon as it is known, and again when its losses were compared.
 
     Settings that can be switched between two steps are timed alternately in one process. Settings that take effect only when
-    objects are created get their own processes; these come last unless they come first in ``settings``. Losses are
+    objects are created get their own processes, after the others unless they come first in ``settings``. Losses are
     compared for settings that may be faster, the fastest first. If the script crashes, the outcome is ``failed`` with its
     last exception, and the remaining settings are still measured.
     """

@@ -56,7 +56,7 @@ class ScriptProcess:
         self.folder = pathlib.Path(containment.scratch_folder(kept))
         """Holds the log, the overlays' upper layers, and ``out``."""
         self.out = self.folder / "out"
-        """Where the probe within writes; ``PLAN["out"]``."""
+        """Folder for the output files of the probe; ``PLAN["out"]``."""
         self.out.mkdir()
         settings = dict(plan.get("settings") or {})
         if files := settings.pop("files", None):  # whole scripts would not fit into an environment variable
@@ -85,7 +85,7 @@ class ScriptProcess:
 
     @property
     def contained(self) -> Literal["overlay", "guarded", "in place"]:
-        """Where the writes go; see :mod:`trimtab.probe.containment`."""
+        """How writes are contained; see :mod:`trimtab.probe.containment`."""
         found: Literal["overlay", "guarded", "in place"] = self._containment().get("contained", "in place")
         return found
 

@@ -54,7 +54,7 @@ class LossRuns:
         return runs * (self._record.start_s + self.steps * self._record.step_ms / 1e3)
 
     def compare(self, settings: ScriptSettings) -> Losses:
-        """How the losses with ``settings`` differ from those as written.
+        """Compare the losses with ``settings`` to those as written.
 
         If the losses differ with one of :data:`CHANGES_DROPOUT`, both sides are compared again without dropout.
 

@@ -43,7 +43,7 @@ def run(command: Command, *, path: pathlib.Path | None = None, anyway: bool = Fa
 
 
 def _settings(command: Command, path: pathlib.Path, anyway: bool) -> ScriptSettings | None:
-    """What to apply; ``None`` where the script is to run as written."""
+    """The settings to apply; ``None`` if the script runs as written."""
     if not path.exists():
         _say(f"there is no {path}: the script runs as written; trimtab tune writes it")
         return None

@@ -18,7 +18,7 @@ SLOWER, SPARE_S = 20.0, 30.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """That of ``torch.profiler.schedule``, in steps."""
+    """The schedule of the profiler in steps, as ``torch.profiler.schedule`` takes it."""
 
     wait: int = 1
     warmup: int = 1

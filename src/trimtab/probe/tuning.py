@@ -199,8 +199,8 @@ def candidate_settings(record: ProbeRecord, environment: Environment) -> list[Sc
 
 
 def _choices(outcomes: Sequence[Outcome]) -> list[ScriptSettings]:
-    """What to confirm, in this order: all that is surely faster, merged; the best alone, in case that the settings do not add
-    up. If nothing is surely faster, all that may be. Losses that were not compared yet are compared by the confirmation."""
+    """The settings to confirm, in this order: all that are surely faster, merged; the best alone, in case they do not add up.
+    If none is surely faster, all that may be. The confirmation compares losses that were not compared yet."""
     known = [each for each in outcomes if each.settings.without is None and each.losses != "different"]
     paying = [each for each in known if each.gain is not None and each.gain.faster]
     likely = [each for each in known if each.gain is not None and each.gain.value >= 1 + LEAST_GAIN]

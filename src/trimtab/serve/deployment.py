@@ -33,7 +33,7 @@ STABLE_S, LONGEST_PAUSE_S = 10.0, 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a model is run: instances, threads of each (``None``: as the artifact says), and rows of the largest batch."""
+    """Number of instances, threads of each (``None``: as the artifact says), and rows of the largest batch."""
 
     instances: int = 1
     threads: int | None = None

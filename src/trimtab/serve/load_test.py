@@ -62,7 +62,7 @@ class Load:
     errors: dict[str, int]
     """HTTP status or kind of failure -> how often."""
     quantiles: tuple[Quantile, ...]
-    """Of the requests that were answered with 200."""
+    """Latencies of the requests that were answered with 200."""
     goodput: float
     """Answers with 200 per second, within the limit if there is one."""
     late: bool

@@ -30,7 +30,7 @@ class Options:
     threads: int | None = None
     """Threads of each instance."""
     max_wait_s: float = 0.0
-    """How long a free instance waits for a fuller batch."""
+    """Longest time in seconds that a free instance waits for a fuller batch."""
     queue: int = 256
     """Most requests that wait for one model."""
     deadline_s: float = 30.0
@@ -50,7 +50,7 @@ class Options:
     canary: float = 0.0
     """Share of the requests that a new version gets before it takes over; 0: it takes over at once."""
     canary_time_s: float = 60.0
-    """How long the versions are compared."""
+    """Duration of a canary in seconds."""
     canary_slowdown: float = 1.1
     """A new version is withdrawn if the 95% interval of its latency ratio, new to old, lies above this."""
     host: str = "127.0.0.1"

@@ -149,11 +149,11 @@ async def tune_layout(path: pathlib.Path, options: Options, make: MakeDeployment
     except (OSError, ValueError, UsageError):
         pass
     start = time.monotonic()
-    curve, asked = list[Point](), layouts(options, cores)
-    for number, layout in enumerate(asked, 1):
+    curve, candidates = list[Point](), layouts(options, cores)
+    for number, layout in enumerate(candidates, 1):
         if curve and time.monotonic() - start > BUDGET_S / 2:
             break
-        share = start + BUDGET_S * number / (len(asked) + 1)
+        share = start + BUDGET_S * number / (len(candidates) + 1)
         curve += await _measure_layout(layout, options, make, (share, start + BUDGET_S), log)
     if not curve:
         raise StartError("UsageError", f"{path}: no layout fits into --memory {options.memory_mb} MB. Allow more.")
@@ -345,8 +345,8 @@ def choose(curve: Sequence[Point], p99_s: float | None, objective: str = "throug
     if objective == "latency":
         smallest = min(point.rows for point in curve)
         first = min((point for point in curve if point.rows == smallest), key=lambda point: point.batch_s)
-        alike = [point for point in curve if point.kind == first.kind]
-        return max((point for point in alike if point.batch_s <= LATENCY_FACTOR * first.batch_s), key=lambda point: point.rows)
+        fast = [point for point in curve if point.kind == first.kind and point.batch_s <= LATENCY_FACTOR * first.batch_s]
+        return max(fast, key=lambda point: point.rows)
     limit = SLOWEST_S if p99_s is None else p99_s / 2
     allowed = [point for point in curve if point.batch_s <= limit] or [min(curve, key=lambda point: point.batch_s)]
     best = max(point.rows_per_s for point in allowed)
@@ -360,9 +360,9 @@ def _fingerprint(path: pathlib.Path, options: Options, cores: int) -> str:
         manifest = (path / "manifest.json").read_bytes()
     except OSError:
         manifest = b""  # the instance says what is wrong
-    asked = (options.instances, options.threads, options.batch, options.objective, options.p99_s, options.memory_mb)
+    choices = (options.instances, options.threads, options.batch, options.objective, options.p99_s, options.memory_mb)
     versions = [_version(name) for name in ("trimtab", "torch", "onnxruntime", "openvino")]
-    facts = json.dumps([asked, cores, system.cpu_name(), versions, os.environ.get("OMP_WAIT_POLICY")])
+    facts = json.dumps([choices, cores, system.cpu_name(), versions, os.environ.get("OMP_WAIT_POLICY")])
     return hashlib.sha256(manifest + facts.encode()).hexdigest()[:32]
 
 

@@ -376,8 +376,8 @@ def _compilations(utils: Any, since: float) -> list[Json]:
     """Compilations after ``since``, in seconds of ``time.time()``, by function."""
     found: dict[str, Json] = {}
     for each in utils.get_compilation_metrics():
-        begun = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
-        if begun < since or not getattr(each, "co_filename", None):
+        started = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
+        if started < since or not getattr(each, "co_filename", None):
             continue
         path = os.path.abspath(each.co_filename).removeprefix(FOLDER)
         entry = found.setdefault(f"{path}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0})

@@ -40,18 +40,18 @@ def start() -> None:
     """Serve the driver from the end of the first step on. Further ranks follow the settings of rank 0."""
     mixed = _watch_mixed()
     session: Steps | None = None
-    begun = 0
+    started = 0
 
     def ended(number: int) -> None:
-        nonlocal session, begun
-        ns = time.perf_counter_ns() - begun
+        nonlocal session, started
+        ns = time.perf_counter_ns() - started
         if session is None:
             session = _serve_driver() if rank() == 0 else _follow_rank_zero()
             next(session)
         else:
             session.send((ns, mixed()))
         mixed()
-        begun = time.perf_counter_ns()
+        started = time.perf_counter_ns()
 
     steps.on_step_end(ended)
 

@@ -189,7 +189,7 @@ RATIOS = {
 
 
 def _verdict(evidence: Mapping[str, Any]) -> str:
-    """What was proven, as a sentence."""
+    """The proven speed-up as a sentence."""
     ratio = evidence.get("speedup")
     if ratio is None:
         return "Its speed was not compared with the model as written."

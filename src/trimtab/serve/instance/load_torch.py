@@ -37,12 +37,12 @@ def load_tensors(path: pathlib.Path, manifest: Manifest, *, trust: bool, threads
 
 
 def tensors_of(arrays: Sequence[Array], specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """The same memory as tensors of the dtypes of ``specs``."""
+    """Tensors of the dtypes of ``specs`` that share the memory of ``arrays``."""
     pairs = zip(arrays, specs, strict=True)
     return [torch.from_numpy(array).view(getattr(torch, spec.dtype)) for array, spec in pairs]
 
 
 def array_of(tensor: torch.Tensor) -> Array:
-    """The same memory as an array."""
+    """An array that shares the memory of ``tensor``, if that is contiguous and on the CPU."""
     plain = tensor.detach().contiguous()
     return (plain.view(torch.uint16) if plain.dtype is torch.bfloat16 else plain).numpy(force=True)
