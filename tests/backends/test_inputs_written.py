@@ -314,7 +314,9 @@ def test_converted_graphs_are_held_to_what_is_written() -> None:
     graph = returning_writes(candidate)
     said = str(wrong_graph(lambda leaves: [*forgetful(leaves), leaves[2]], graph, graph.signature))
     assert said.startswith("output 1 is off by"), said
-    assert returning_writes(Candidate.of(nn.Linear(2, 2).eval(), (torch.ones(1, 2),))).signature.output_structure.kind == "tensor"
+    assert (
+        returning_writes(Candidate.of(nn.Linear(2, 2).eval(), (torch.ones(1, 2),))).signature.output_structure.kind == "tensor"
+    )
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])

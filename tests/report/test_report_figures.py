@@ -197,7 +197,10 @@ def test_exact_recipes_that_the_data_could_not_decide_are_counted(tmp_path: path
         "undecidable with 500 examples, but it is exact and was held to rounding instead"
     )
     one = dataclasses.replace(found, trials=tuple(t for t in trials if not t.recipe.exact or t.recipe == as_written()))
-    assert reliability.exact_recipes_note(one) == "1 exact recipe is undecided by the data; it was held to floating-point noise instead."
+    assert (
+        reliability.exact_recipes_note(one)
+        == "1 exact recipe is undecided by the data; it was held to floating-point noise instead."
+    )
 
 
 @pytest.mark.parametrize(

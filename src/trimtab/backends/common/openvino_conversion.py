@@ -19,7 +19,7 @@ from trimtab.backends.common.exportable import exportable
 from trimtab.backends.common.exported_program import export_dynamic, export_static
 from trimtab.backends.common.foreign import OpenRun, Row, convert, wrong_graph
 from trimtab.backends.common.io_names import io_names
-from trimtab.backends.common.openvino_file import FILES, SHAPES_KEY, MODEL, core, no_telemetry, runtime
+from trimtab.backends.common.openvino_file import FILES, MODEL, SHAPES_KEY, core, no_telemetry, runtime
 from trimtab.backends.common.process_lock import quiet
 from trimtab.backends.common.signal_stack import signal_stack_kept
 from trimtab.core.candidate import Candidate

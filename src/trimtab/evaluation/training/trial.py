@@ -45,7 +45,7 @@ def _pipeline(
         return State.MISMATCH, str(error)
     if not figures["parity"].ok:
         return State.MISMATCH, figures["parity"].reason
-    if not recipe.exact and (coarse := subject.rounded(settings, plan.limits.max_error)):
+    if not recipe.exact and (coarse := subject.why_too_coarse(settings, plan.limits.max_error)):
         return State.MISMATCH, coarse
     if figures["drop"].decided is False:
         return State.STOPPED, f"Rule 'loss': {loss_too_high(figures['drop'], reference)}"

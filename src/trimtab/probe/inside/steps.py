@@ -73,8 +73,8 @@ def _event(key: Key) -> None:
             callback(_number)
     else:
         return
-    for callback in _marks:
-        callback(key)
+    for mark in _marks:
+        mark(key)
 
 
 _site = functools.cache(site)
