@@ -22,7 +22,7 @@ from _faulty import write
 from _workers import that_stay, workers_that_stay
 from trimtab._internal.files import os_reason
 from trimtab.backends.torchscript import TorchScript
-from trimtab.cli._boundary import Ending
+from trimtab.cli._boundary import TerminationSignals
 from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State
 from trimtab.errors import StorageError, UsageError, WorkloadError
@@ -263,7 +263,7 @@ def test_the_temporary_folder_of_a_process_that_was_killed_is_removed_by_the_nex
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_to_end_interrupt_a_command(number: signal.Signals) -> None:
-    ending = Ending()
+    ending = TerminationSignals()
     with pytest.raises(KeyboardInterrupt), ending:
         os.kill(os.getpid(), number)
     assert ending.code == 128 + number

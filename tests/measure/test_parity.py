@@ -55,7 +55,7 @@ def test_a_constant_predictor_has_an_error_of_one_however_small_the_variation(dt
 def test_what_is_compared_is_held_in_double_precision_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = [0]
-    plain = values.real
+    plain = values.as_double
 
     def watched(tensor: torch.Tensor) -> torch.Tensor:
         found = plain(tensor).clone()
@@ -63,7 +63,7 @@ def test_what_is_compared_is_held_in_double_precision_a_part_at_a_time(monkeypat
         most[0] = max(most[0], len(alive))
         return found
 
-    monkeypatch.setattr(values, "real", watched)
+    monkeypatch.setattr(values, "as_double", watched)
     batches = list(outputs(200, 40).split(10))
     for reference in (batches, [batches[0]] * 20, [torch.ones(10, 3)] * 20):
         assert compare_outputs(reference, [batch + 1e-6 for batch in reference], exact=False).ok

@@ -294,7 +294,7 @@ def test_a_wide_interval_above_one_has_a_figure_and_what_disturbed_it(slowed: fl
         starts=12,
     )
     study: Any = types.SimpleNamespace(thread_limit=None)
-    found = conclusions._measured(study, Confirmation(recipe=ORT, ok=True, speedup=ratio, comparison=comparison))
+    found = conclusions._speed_text(study, Confirmation(recipe=ORT, ok=True, speedup=ratio, comparison=comparison))
     assert f"{found}." == (
         f"at least 9.55x as fast as written (95% interval 9.55 to 19.48), as things are: others used 7% of the CPUs{words}"
     )
