@@ -27,7 +27,7 @@ from _workers import workers_that_stay
 from trimtab import errors
 from trimtab._internal.text import clock
 from trimtab.cli import environment
-from trimtab.cli._boundary import resume_command
+from trimtab.cli._boundary import repeat_command
 from trimtab.cli._progress import Board, Lines, Quiet, Reflowing, view
 from trimtab.cli.main import COMMANDS, FIRST_STEPS, app, main
 from trimtab.core.backend import BACKENDS
@@ -149,7 +149,7 @@ def test_a_bug_is_one_sentence_and_a_file(capsys, monkeypatch, tmp_path) -> None
 
 def test_the_command_that_goes_on_is_exact() -> None:
     words = ["optimize", "my model.py", "--fresh", "--budget", "3m"]
-    assert resume_command(words) == "trimtab optimize 'my model.py' --budget 3m"
+    assert repeat_command(words) == "trimtab optimize 'my model.py' --budget 3m"
 
 
 def trial(number: int, state: State, recipe: Recipe, reason: str | None = None) -> Trial:
@@ -381,4 +381,4 @@ def test_no_worker_hears_the_terminals_ctrl_c() -> None:
 
 def test_the_command_to_go_on_has_no_password_and_does_not_begin_anew() -> None:
     words = ["optimize", "a b.py", "--fresh", "--storage", "postgresql://me:p:s@t@host/db", "--out=runs/x"]
-    assert resume_command(words) == "trimtab optimize 'a b.py' --storage 'postgresql://me:***@host/db' --out=runs/x"
+    assert repeat_command(words) == "trimtab optimize 'a b.py' --storage 'postgresql://me:***@host/db' --out=runs/x"

@@ -163,12 +163,12 @@ def test_the_file_holds_settings_of_loaders(script: pathlib.Path, tmp_path: path
 
 
 def test_losses_are_judged_by_what_rounding_explains() -> None:
-    written, shaken = [1.0, 0.9, 0.8, 0.7], [1.0, 0.900001, 0.800001, 0.700002]
-    assert verdict(written, shaken, written) == "equal"
-    assert verdict(written, shaken, [1.0, 0.90001, 0.8, 0.7]) == "within rounding"
-    assert verdict(written, shaken, [1.0, 0.9, 0.81, 0.7]) == "different"
+    written, perturbed = [1.0, 0.9, 0.8, 0.7], [1.0, 0.900001, 0.800001, 0.700002]
+    assert verdict(written, perturbed, written) == "equal"
+    assert verdict(written, perturbed, [1.0, 0.90001, 0.8, 0.7]) == "within rounding"
+    assert verdict(written, perturbed, [1.0, 0.9, 0.81, 0.7]) == "different"
     assert verdict(written, [2.0, 0.1, 3.0, 0.2], [1.0, 0.5, 0.8, 0.7]) == "not compared", "chaos decides nothing"
-    assert verdict(written[:2], shaken, written) == "not compared"
+    assert verdict(written[:2], perturbed, written) == "not compared"
 
 
 def test_a_failure_is_told_in_a_sentence() -> None:

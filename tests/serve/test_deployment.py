@@ -188,7 +188,7 @@ def test_unlike_sizes_are_grouped_and_the_oldest_goes_first() -> None:
     assert taken == [[0, 2, 5], [1, 4], [3], [6], []]
     batcher.put(items[6])
     batcher.put_back(items[1])
-    assert [items.index(item) for item in batcher.remove(late=6.0)] == [1]
+    assert [items.index(item) for item in batcher.remove(now=6.0)] == [1]
     assert batcher.take(0.0)[0] == [items[6]]
     assert batcher.size == 0
     loop.close()

@@ -122,7 +122,7 @@ def check_working_directory() -> None:
 def _write_traceback(error: Exception) -> str:
     """Write the traceback of ``error``, the versions and the command to a file. Returns a sentence with its path."""
     where = f"trimtab {version('trimtab')}, Python {platform.python_version()}, {platform.platform()}"
-    head = f"{where}\n$ {resume_command(sys.argv[1:])}\n\n"
+    head = f"{where}\n$ {repeat_command(sys.argv[1:])}\n\n"
     try:
         handle, name = tempfile.mkstemp(prefix="trimtab-bug-", suffix=".txt")
         os.close(handle)
@@ -135,10 +135,10 @@ def _write_traceback(error: Exception) -> str:
 def interruption_sentence(arguments: Sequence[str]) -> str:
     """A sentence that says what an interrupted command has kept, and how to run it again."""
     if RESUMABLE.isdisjoint(arguments[:1]):
-        return f"interrupted; nothing was kept. Again: {resume_command(arguments)}"
-    return f"interrupted; what was finished is kept. To go on from it: {resume_command(arguments)}"
+        return f"interrupted; nothing was kept. Again: {repeat_command(arguments)}"
+    return f"interrupted; what was finished is kept. To go on from it: {repeat_command(arguments)}"
 
 
-def resume_command(arguments: Sequence[str]) -> str:
-    """The command line that continues the command with ``arguments``: without ``--fresh`` and without database passwords."""
+def repeat_command(arguments: Sequence[str]) -> str:
+    """The command line that repeats the command with ``arguments``, without ``--fresh`` and without database passwords."""
     return shlex.join(["trimtab", *(PASSWORD.sub(r"\1***@", word) for word in arguments if word != "--fresh")])

@@ -18,7 +18,7 @@ from trimtab._internal.serialization import dumps
 from trimtab._internal.text import counted, no_file
 from trimtab._internal.text import plain as cleaned
 from trimtab._internal.units import megabytes, seconds
-from trimtab.cli._boundary import resume_command
+from trimtab.cli._boundary import repeat_command
 from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
@@ -117,7 +117,7 @@ def optimize_command(
     else:
         print_result(result, progress.remarks)
     if progress.cut_short and not quiet:
-        command = resume_command(sys.argv[1:])
+        command = repeat_command(sys.argv[1:])
         console.print(f"interrupted before the search was done. To go on: {command}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
 

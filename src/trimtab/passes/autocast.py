@@ -46,5 +46,6 @@ class Autocast(SettingPass):
             with torch.no_grad():
                 self.apply(candidate).flat(copied=False)(*candidate.own_leaves())
         except MODEL_ERRORS as error:
-            return f"The model fails under autocast to {self.dtype}: {message_line(error).rstrip('.')}."
+            first = message_line(error)
+            return f"The model fails under autocast to {self.dtype}: {first.rstrip('.')}."
         return None

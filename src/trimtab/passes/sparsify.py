@@ -94,7 +94,7 @@ class Sparsify(Pass):
         return dataclasses.replace(candidate, model=model, notes=(*candidate.notes, _report(shares, layers), f"Size: {sizes}."))
 
     def _threshold(self, layers: dict[str, Any]) -> float:
-        """The absolute value up to which weights are set to zero, for the scopes ``threshold`` and ``global``."""
+        """The absolute value below which (scope ``threshold``) or up to which (scope ``global``) weights are set to zero."""
         if self.scope != "global":
             return self.bound
         sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])

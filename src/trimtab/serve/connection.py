@@ -52,7 +52,7 @@ class Instance(asyncio.Protocol):
         self.state: State = "starting"
         self.batch: list[Item] = []
         self.since = 0.0
-        """Time of the last change between busy and free: when the batch was sent, or when the last batch ended."""
+        """The last change between busy and free: when the instance became ready, the batch was sent, or the last one ended."""
         self.free_s = 0.0
         """Seconds that the instance was free before it got its batch."""
         self.description: dict[str, Any] = {}

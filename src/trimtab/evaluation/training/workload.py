@@ -36,7 +36,7 @@ from trimtab.train.runtime.world import World
 from trimtab.train.telemetry.events import Event, Progressed
 from trimtab.train.trainer import Trainer
 
-SHAKE_SEEDS = (11, 12)
+PERTURBATION_SEEDS = (11, 12)
 """Seeds of the runs whose parameters are perturbed."""
 MAX_DIFFERENCE = 0.01
 """Relative difference between the first losses of two runs from one seed that rounding cannot explain."""
@@ -101,21 +101,23 @@ class TrainingSubject:
             trainer.fit(self.batches[: self.settings.data.accumulate], steps=1)
         return frozenset(changed_modules(trainer.model, before))
 
-    def losses(self, settings: Settings, *, seed: int, shake: int | None = None, still: bool = False) -> list[float]:
+    def losses(self, settings: Settings, *, seed: int, perturbation: int | None = None, still: bool = False) -> list[float]:
         """The loss of each of the first updates under ``settings``.
 
         Args:
             settings: how to train.
             seed: of the parameters and of random numbers.
-            shake: seed of a perturbation of the parameters; none if ``None``.
+            perturbation: seed of a perturbation of the parameters; none if ``None``.
             still: whether dropout and the like are off.
 
         Raises:
             WorkloadError: the model or the loss failed, or is not finite, or there is no memory for whole batches.
         """
-        return self._run(settings, seed, shake, still)[0]
+        return self._run(settings, seed, perturbation, still)[0]
 
-    def _run(self, settings: Settings, seed: int, shake: int | None = None, still: bool = False) -> tuple[list[float], bool]:
+    def _run(
+        self, settings: Settings, seed: int, perturbation: int | None = None, still: bool = False
+    ) -> tuple[list[float], bool]:
         """The losses, and whether torch's random numbers were used for them."""
         found: list[float] = []
 
@@ -124,8 +126,8 @@ class TrainingSubject:
                 found.append(event.loss)
 
         trainer = self.trainer(settings, seed, callbacks=[collect], log_every=1)
-        if shake is not None:
-            perturb(trainer.model, shake)
+        if perturbation is not None:
+            perturb(trainer.model, perturbation)
         if still:
             trainer.context.modes = DropoutOff(trainer.model, self.statistics_modules)
         seed_all(seed)
@@ -161,7 +163,7 @@ class TrainingSubject:
                 f"Of the last {len(last)} losses as written fewer than {least} are finite, so that others cannot be "
                 "compared with them. Lower the learning rate, or clip with OptimizerSettings(clip_norm=1.0)."
             )
-        others = [self.losses(self.settings, seed=seed, shake=s) for s in SHAKE_SEEDS]
+        others = [self.losses(self.settings, seed=seed, perturbation=s) for s in PERTURBATION_SEEDS]
         for other in others:
             if abs(other[0] - losses[0]) > MAX_DIFFERENCE * abs(losses[0]):
                 raise WorkloadError(
@@ -175,7 +177,9 @@ class TrainingSubject:
         """The losses of a training without random numbers; ``None`` if the model cannot train so."""
         try:
             losses, used_rng = self._run(self.settings, seed, still=True)
-            perturbed = [] if used_rng else [self.losses(self.settings, seed=seed, shake=s, still=True) for s in SHAKE_SEEDS]
+            perturbed = []
+            if not used_rng:
+                perturbed = [self.losses(self.settings, seed=seed, perturbation=s, still=True) for s in PERTURBATION_SEEDS]
         except WorkloadError:  # some models fail or differ in evaluation mode, and are judged with random numbers
             return None
         return None if used_rng else BaselineLosses.of(losses, perturbed)

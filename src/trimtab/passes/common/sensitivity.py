@@ -45,7 +45,8 @@ def sensitivities(candidate: Candidate, most_s: float = math.inf) -> dict[str, f
     """The sensitivity of each convolution, linear layer, recurrent layer and embedding that the calibration inputs reach.
 
     It is the mean squared change of the outputs if this layer alone is rounded, relative to their variance over the examples.
-    Weights and inputs are rounded; of an embedding only the weights. The most sensitive layer is first.
+    Weights and activations are rounded; of a recurrent layer the weights and inputs, of an embedding the weights. The most
+    sensitive layer is first.
 
     The table is kept in the candidate's scratch folder under the hash of weights and calibration data. If none is kept and
     measuring one is expected to take longer than ``most_s`` seconds, the result is empty.

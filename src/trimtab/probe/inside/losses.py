@@ -18,7 +18,7 @@ from trimtab.probe.inside.ending import end_process
 from trimtab.probe.inside.plan import PLAN, rank, write_out
 from trimtab.probe.inside.remedies import padding
 
-SHAKE = 1e-6
+PERTURBATION = 1e-6
 """As :data:`trimtab.train.loss.loss_parity.PERTURBATION`."""
 FILE = "losses.json"
 
@@ -72,7 +72,7 @@ def _recording(outputs: list[float], seed: int) -> roots.Wrapper:
                 for parameter in module.parameters():
                     if parameter.is_floating_point():
                         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                        parameter.mul_(1 + SHAKE * noise)
+                        parameter.mul_(1 + PERTURBATION * noise)
         output = call(*args, **kwargs)
         if next(module.parameters(), None) is not None:
             outputs.append(_size(module, args, kwargs, output))

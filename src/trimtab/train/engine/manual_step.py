@@ -96,7 +96,7 @@ class ManualStep(Step):
         update = self._result._replace(loss=loss)
         if self.settings.optimizer.nonfinite == "raise" and loss.device.type != "cpu":
             self._check_later(update)
-        return self.finish(update, batches, run, [_UNUSED.format(unused) if unused else None])
+        return self._finish(update, batches, run, [_UNUSED.format(unused) if unused else None])
 
     def backward(self, loss: torch.Tensor, names: list[str], weight: float | None, *, retain_graph: bool) -> None:
         """Add the gradients of ``loss`` to those of the optimizers ``names``."""
@@ -198,7 +198,7 @@ class ManualStep(Step):
         self._unweight(gradients_of(parameters), total if self._weighted_losses else None)
         if self.hooks is not None:
             self.hooks.call("after_backward")
-        check, norm = self.clip_and_check(parameters)
+        check, norm = self._clip_and_check(parameters)
         if check is None:
             check = torch.zeros((), device=self._result.check.device)
         applied, overflowed = self._may_step(check, optimizer)
@@ -229,7 +229,7 @@ class ManualStep(Step):
             discard(parameters)
             with torch.enable_grad(), self.precision():
                 loss = closure()
-            check, _ = self.clip_and_check(parameters)
+            check, _ = self._clip_and_check(parameters)
             if check is not None:
                 self._may_step(check, optimizer)
             return loss.detach()

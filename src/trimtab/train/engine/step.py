@@ -198,9 +198,9 @@ class Step:
             # Gradients are freed, so that the next forward pass has their memory.
             discard(parameters)
             clock.enter("other")
-        return update if run is None else self.finish(update, batches, run, [run.context.fit.memory_plan.sizer.remark(self)])
+        return update if run is None else self._finish(update, batches, run, [run.context.fit.memory_plan.sizer.remark(self)])
 
-    def finish(self, update: Update, batches: Sequence[Batch], run: Run, remarks: list[str | None]) -> Update:
+    def _finish(self, update: Update, batches: Sequence[Batch], run: Run, remarks: list[str | None]) -> Update:
         """Advance schedule, EMA, position, notes and events of a run after an ``update`` made from ``batches``."""
         context, position, world = run.context, run.context.position, self.world
         remarks.append(context.objective.weight_warning(batches, alone=world.size == 1))
@@ -243,10 +243,10 @@ class Step:
         if self.hooks is not None:
             self.hooks.call("after_backward")
             parameters = self._parameters
-        check, norm = self.clip_and_check(parameters)
+        check, norm = self._clip_and_check(parameters)
         return self._checked(Update(loss, loss if check is None else check, norm, applied=True))
 
-    def clip_and_check(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _clip_and_check(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Clip the gradients of ``parameters``, by the norm of all of them. They are read only if a setting needs them.
 
         Returns:
