@@ -275,7 +275,7 @@ def test_whether_targets_are_too_coarse_is_asked_of_models_that_differentiate_to
         return DataLoader(TensorDataset(x, 300 + x), batch_size=16)
 
     subject = prepared(workload(Forces, data=forces, loss=nn.MSELoss()), 8)
-    assert subject.rounded(Settings(precision=PrecisionSettings(autocast="bfloat16")), 0.05) is not None
+    assert subject.why_too_coarse(Settings(precision=PrecisionSettings(autocast="bfloat16")), 0.05) is not None
 
 
 class Graph(nn.Module):
