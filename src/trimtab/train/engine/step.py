@@ -247,20 +247,17 @@ class Step:
         return self._checked(Update(loss, loss if check is None else check, norm, applied=True))
 
     def _clip_and_check(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Clip the gradients of ``parameters``, by the norm of all of them. They are read only if a setting needs them.
+        """Clip the gradients of ``parameters``, by the norm of all of them.
 
         Returns:
             A scalar that is finite if all gradients are, ``None`` without a check; and the norm before clipping, if computed.
         """
         asked = self.settings.optimizer
-        checked, norm_wanted = asked.nonfinite != "ignore", self._norm_wanted()
-        if not (checked or norm_wanted or asked.clip_value is not None):
-            return None, None
-        grads = gradients_of(parameters)
-        norm = self.world.norm(grads) if norm_wanted else None
+        grads = gradients_of(parameters)  # in each update: coalescing sparse gradients changes their rounding
+        norm = self.world.norm(grads) if self._norm_wanted() else None
         if asked.clip_norm is not None and norm is not None:
             self.world.scale(grads, (asked.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # torch's formula
-        check = self.world.total(grads) if norm is None and checked else norm
+        check = self.world.total(grads) if norm is None and asked.nonfinite != "ignore" else norm
         if asked.clip_value is not None:
             clip_values(grads, asked.clip_value)
         return check, norm
