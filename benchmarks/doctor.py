@@ -8,9 +8,10 @@
 
 ``examples/scripts/causes.toml`` says what was planted in each script; ``by_hand/NAME.diff`` removes it. Per script ``trimtab
 doctor --json`` and ``trimtab tune --json`` run with three tenths of ``--each`` as their budget. Then the script as written, its
-edit by hand and ``trimtab run`` make the same steps in turns, A B C C B A, in fresh processes, each timed from the first to the
-last line that it prints, so that start-up does not count; rounds go on while ``--each`` lasts, up to ``--rounds``. The interval
-is Student's t on the logarithms of the ratios. Where ``tune`` keeps nothing, the script runs as written and is not timed again.
+edit by hand and ``trimtab run`` make the same steps in fresh processes. One process runs at a time, for a quarter of a second;
+the others are stopped. A process is timed from the first to the last line that it prints, so that start-up does not count.
+Rounds of two runs go on while ``--each`` lasts, up to ``--rounds``. The interval is Student's t on the logarithms of the ratios
+of quarters of the runs. Where ``tune`` keeps nothing, the script runs as written and is not timed again.
 
 Printed per script: the check that is named first, the gain that it predicts (for advice, its measured ceiling) against that of
 the edit, the time that ``trimtab run`` saves as a share of what the edit saves, the losses that ``tune`` compared and how far
@@ -28,16 +29,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -57,6 +61,10 @@ CLAIM = 1.05
 """Speed-up from which on a gain counts as claimed for a script with nothing wrong."""
 TOOL = 0.3
 """Share of the time of a script for ``doctor``, and for ``tune``."""
+TURN_S = 0.25
+"""Seconds that a side runs at a time."""
+PARTS = 4
+"""Parts of a run that are compared."""
 DISTURBED, SAME = 0.1, 1e-2
 """Foreign CPU share above which a row is marked, and relative difference up to which printed numbers are the same."""
 NUMBER = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
@@ -110,50 +118,117 @@ class Side:
     printed: str = ""
     """By the last run."""
 
-    def seconds(self) -> float:
-        """Wall-clock time of a fresh process between the first and the last line that the script prints.
+    def command(self) -> list[str]:
+        """The words of the command line."""
+        return [*self.prefix, *self.script.command, *(["--"] if self.dashes else []), *self.script.arguments()]
+
+
+class Run:
+    """A fresh process of a side, with its children. It is stopped by a signal whenever another side has its turn."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._log = side, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by end)
+        self._lock, self._ran, self._resumed = threading.Lock(), 0.0, time.perf_counter()
+        self._lines: list[str] = []
+        self._times: list[float] = []
+        """Seconds that the process had run when it printed each line."""
+        self._process = subprocess.Popen(
+            side.command(), cwd=side.folder, env=os.environ | {"PYTHONUNBUFFERED": "1"}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._signal(signal.SIGSTOP)
+
+    @property
+    def progress(self) -> tuple[int, float]:
+        """Lines printed, and seconds run."""
+        return len(self._lines), self._ran
+
+    def turn(self) -> bool:
+        """Run for :data:`TURN_S`; returns whether the process goes on."""
+        with self._lock:
+            self._resumed = time.perf_counter()
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.wait(TURN_S)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGSTOP)
+            with self._lock:
+                self._ran += time.perf_counter() - self._resumed
+            return True
+        return False
+
+    def seconds(self) -> list[float]:
+        """Seconds that the process ran between the first and the last line that the script printed, in :data:`PARTS` parts.
 
         Every script prints a line every some steps, so start-up does not count; the lines end the same steps on all sides.
         """
-        dashes = ["--"] if self.dashes else []
-        command = [*self.prefix, *self.script.command, *dashes, *self.script.arguments()]
-        options: dict[str, Any] = {"cwd": self.folder, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
-        lines, times = [], []
-        with (
-            tempfile.TemporaryFile("w+") as log,
-            subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True, **options
-            ) as process,
-        ):
-            for line in process.stdout or ():
-                times.append(time.perf_counter())
-                lines.append(line)
-            if process.wait():
-                log.seek(0)
-                raise RunError(f"{' '.join(command)} ended with {process.returncode}: {log.read()[-600:]}")
-        self.printed = "".join(lines)
-        if len(times) < 2:
-            raise RunError(f"{' '.join(command)} printed {len(times)} lines: {self.printed}")
-        return times[-1] - times[0]
+        words = " ".join(self._side.command())
+        self._reader.join()
+        if code := self._process.wait():
+            self._log.seek(0)
+            raise RunError(f"{words} ended with {code}: {self._log.read()[-600:]}")
+        self._side.printed = "".join(self._lines)
+        if len(self._times) < 2:
+            raise RunError(f"{words} printed {len(self._times)} lines: {self._side.printed}")
+        last = len(self._times) - 1
+        ends = [self._times[i * last // min(PARTS, last)] for i in range(min(PARTS, last) + 1)]
+        return [end - begin for begin, end in itertools.pairwise(ends)]
+
+    def end(self) -> None:
+        """Kill the process and its children."""
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            now = time.perf_counter()
+            with self._lock:
+                self._times.append(self._ran + now - self._resumed)
+            self._lines.append(line)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def interleaved(sides: Sequence[Side]) -> list[list[float]]:
+    """The seconds of a fresh process of each side. They run in turns of :data:`TURN_S`, one at a time; the side whose script is
+    least far has the next turn, so that a machine that changes its speed disturbs all sides alike."""
+    with contextlib.ExitStack() as stack:
+        runs = [Run(side) for side in sides]
+        for run in runs:
+            stack.callback(run.end)
+        going = list(runs)
+        while going:
+            run = min(going, key=lambda each: each.progress)
+            if not run.turn():
+                going.remove(run)
+        return [run.seconds() for run in runs]
 
 
 def in_turns(written: Side, rivals: Sequence[Side], rounds: int, until: float) -> list[Interval]:
-    """How many times as fast each of ``rivals`` is as ``written``: rounds of A B C C B A in fresh processes, at least one."""
-    logs: list[list[float]] = [[] for _ in rivals]
+    """How many times as fast each of ``rivals`` is as ``written``: two interleaved runs in a round, and at least one round."""
+    times: dict[int, list[float]] = {id(side): [] for side in (written, *rivals)}
     for done in range(rounds):
         begun = time.monotonic()
         for order in (1, -1):
-            times = {id(side): side.seconds() for side in [written, *rivals][::order]}
-            for found, side in zip(logs, rivals, strict=True):
-                found.append(math.log(times[id(written)] / times[id(side)]))
+            sides = [written, *rivals][::order]
+            for side, parts in zip(sides, interleaved(sides), strict=True):
+                times[id(side)] += parts
         if done + 1 < rounds and 2 * time.monotonic() - begun > until:
             break
-    result = []
-    for found in logs:
-        half = t_quantile(0.975, len(found) - 1) * statistics.stdev(found) / math.sqrt(len(found))
-        mean = statistics.fmean(found)
-        result.append(Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half)))
-    return result
+    return [_ratio(times[id(written)], times[id(side)]) for side in rivals]
+
+
+def _ratio(written: Sequence[float], rival: Sequence[float]) -> Interval:
+    """How many times as fast the rival is, from the seconds of the same parts of both."""
+    value = math.log(sum(written) / sum(rival))
+    logs = [math.log(a / b) for a, b in zip(written, rival, strict=True)]
+    half = t_quantile(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Interval(math.exp(value), math.exp(value - half), math.exp(value + half))
 
 
 def drift(first: str, second: str) -> float | None:

@@ -27,7 +27,7 @@ def standing(finding: Finding) -> Standing:
         return "advice"
     if finding.gain is None or finding.gain.unclear:
         return "not measured"
-    if not finding.gain.faster or finding.gain.doubtful:
+    if not finding.gain.faster:
         return "no gain"
     if finding.losses == "not compared":
         return "not measured"
@@ -35,9 +35,10 @@ def standing(finding: Finding) -> Standing:
 
 
 def saving(finding: Finding) -> float:
-    """Share of the time of a step, 0 to 1, that the remedy saves; for advice the measured maximum."""
+    """Share of the time of a step, 0 to 1, that the remedy saves; for advice the measured maximum. Of a vague gain the lower
+    bound counts."""
     found = {"pays": finding.gain, "advice": finding.most}.get(standing(finding))
-    return 1 - 1 / found.value if found is not None and found.faster and not found.doubtful else 0.0
+    return 1 - 1 / (found.low if found.vague else found.value) if found is not None and found.faster else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -240,6 +240,7 @@ class _Measuring:
                 seconds=seconds,
                 min_quads=4,
                 process_noise=0.0,
+                keep_slowed=True,
                 pids={os.getpid(), script.process.pid},
             ).ratio
         return Outcome(settings=settings, gain=ratio, how="one process", one_thread=self.one_thread)
@@ -270,6 +271,7 @@ class _Measuring:
                 seconds=seconds,
                 min_quads=4,
                 process_noise=PROCESS_NOISE,
+                keep_slowed=True,
                 pids={os.getpid(), candidate.process.pid, written.process.pid},
             ).ratio
 

@@ -55,7 +55,9 @@ def _pipeline(
     notes = (*((STILL,) if figures["parity"].still else ()), *runner.notes)
     figures |= {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "notes": notes}
     with stage("first timing"):
-        first = compare(runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=own_pids(baseline))
+        first = compare(
+            runner, baseline, width=2 * plan.width, seconds=plan.quick_s, min_quads=4, pids=own_pids(baseline), keep_slowed=True
+        )
     figures |= timing(first, subject)
     if first.ratio.high < plan.floor:
         return State.STOPPED, (
@@ -75,12 +77,12 @@ def trial_timing(runner: Runner, baseline: Runner, plan: Plan) -> tuple[Comparis
     A timing that leaves an apparent gain of :data:`WORTH` over ``plan.over`` open is made again, for ``plan.again_s``, if an
     interval half as wide would show it. Only the second counts, so that the luck of the first is not in its figures.
     """
-    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline))
+    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline), keep_slowed=True)
     before, over = found.ratio, plan.over
     open_yet = before.low <= over < before.value / WORTH and before.low * before.value > over * over
     if plan.again_s <= plan.seconds or not open_yet:
         return found, None
-    found = compare(runner, baseline, width=plan.width, seconds=plan.again_s, pids=own_pids(baseline))
+    found = compare(runner, baseline, width=plan.width, seconds=plan.again_s, pids=own_pids(baseline), keep_slowed=True)
     return found, f"It was timed again for longer, because a first timing left open whether it gains: {before.multiple()}."
 
 
@@ -99,7 +101,7 @@ def confirm(
     with PeakMemory() as peak:
         runner = Updates(subject, settings, seed=seed)
         runner.block(2)
-    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline))
+    found = compare(runner, baseline, width=plan.width, seconds=plan.seconds, pids=own_pids(baseline), keep_slowed=True)
     figures |= timing(found, subject) | {"cold_s": runner.first_s, "peak_mb": _peak_mb(peak), "baseline_score": reference.final}
     reason = _loss_problem(recipe, figures["parity"], figures.get("drop"), reference)
     reason = reason or _memory_problem(figures["peak_mb"], plan) or (_gain_problem(found) if must_win else None)

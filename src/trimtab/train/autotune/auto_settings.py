@@ -372,7 +372,9 @@ class _Decisions:
             if self.context.ending:
                 raise _InterruptedError
 
-        return compare(other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=check).ratio
+        return compare(
+            other.runner, self.best.runner, width=0.06, seconds=seconds, min_quads=4, on_progress=check, keep_slowed=True
+        ).ratio
 
 
 def _not_faster(ratio: Interval, times: str) -> str:
