@@ -18,12 +18,16 @@ def test_the_standing_of_a_remedy_follows_from_its_interval_and_the_losses() -> 
     assert standing(dataclasses.replace(workers, losses="not compared")) == "not measured"
     assert standing(dataclasses.replace(workers, gain=Interval(1.3, 0.9, 1.7))) == "no gain"
     assert standing(dataclasses.replace(workers, gain=Interval(1.3, 0.3, 9.0))) == "not measured"
+    assert standing(dataclasses.replace(workers, gain=Interval(2.2, 1.4, 3.5))) == "pays"
 
 
 def test_what_a_remedy_saves_is_its_gain_and_of_advice_the_ceiling() -> None:
     workers, fused, logging, growth, threads = findings()
     assert saving(workers) == 1 - 1 / 1.6
     assert saving(logging) == 1 - 1 / 1.06
+    assert saving(dataclasses.replace(workers, gain=Interval(2.2, 1.25, 3.5))) == 1 - 1 / 1.25, (
+        "the lower bound of a vague gain"
+    )
     assert [saving(each) for each in (growth, threads)] == [0.0, 0.0]
     assert saving(dataclasses.replace(workers, gain=Interval(0.98, 0.96, 1.01))) == 0.0, "the ceiling was not reached"
     assert saving(dataclasses.replace(fused, losses="different")) == 0.0
