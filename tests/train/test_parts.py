@@ -90,6 +90,8 @@ def test_the_precision_of_a_loop_of_ones_own_is_that_of_the_trainer() -> None:
 def test_what_the_parts_do_not_do_is_said() -> None:
     with pytest.raises(UsageError, match=r"Settings have precision\.autocast, which only Trainer does"):
         parts(settings=Settings(precision=PrecisionSettings(autocast="auto")))
+    with pytest.raises(UsageError, match=r"Settings have compile, data\.micro_batch, which only Trainer does"):
+        parts(settings=Settings(compile="auto", data=DataSettings(micro_batch="auto")))
     with pytest.raises(UsageError, match="Parts has no folder for checkpoints"):
         parts().save()
     run = parts(settings=Settings())

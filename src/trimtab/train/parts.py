@@ -72,7 +72,8 @@ class Parts(Step):
         setup.check_model(model)
         world = world or join(settings)
         self.device = world.device(settings.device)
-        asked = [*undecided(settings), *(["compile"] if settings.compile else [])]
+        asked = [*undecided(settings), *(["compile"] if settings.compile is True else [])]
+        asked += ["data.micro_batch"] if settings.data.micro_batch == "auto" else []
         asked += ["memory.activation_mb"] if settings.memory.activation_mb is not None else []
         asked += ["distributed.sharding"] if world.shared else []
         if asked:
