@@ -21,6 +21,7 @@ from trimtab.measure.quantiles import binomial_cdf
 from trimtab.measure.stats import (
     MIN_RESAMPLES,
     bootstrap_drop,
+    combined,
     mean_upper,
     median_interval,
     paired_drop,
@@ -492,3 +493,11 @@ def test_the_interval_of_a_median_is_the_narrowest_that_holds(n: int) -> None:
     assert found.high == n - 1 - rank
     assert rank == 0 or 2 * binomial_cdf(rank, n, 0.5) <= 0.05
     assert rank + 1 >= n / 2 or 2 * binomial_cdf(rank + 1, n, 0.5) > 0.05
+
+
+def test_two_measurements_of_a_ratio_count_by_the_width_of_their_intervals() -> None:
+    equal = combined(Interval(1.1, 1.0, 1.21), Interval(1.1, 1.0, 1.21))
+    assert equal.value == pytest.approx(1.1)
+    assert math.log(equal.high / equal.low) == pytest.approx(math.log(1.21) / 2**0.5)
+    wide = combined(Interval(2.0, 0.5, 8.0), Interval(1.1, 1.09, 1.11))
+    assert wide.value == pytest.approx(1.1, rel=0.001)

@@ -113,6 +113,20 @@ def test_time_kept_for_the_confirmation_goes_to_what_was_not_measured_if_nothing
     assert found["optimizer_loop"].gain == GAINS["fused"].gain
 
 
+def test_what_may_pay_is_measured_again_if_nothing_else_needs_the_time(
+    parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {"workers": Interval(1.1, 0.9, 1.3), "fused": Interval(0.95, 0.9, 1.0)}
+    for name, gain in first.items():
+        monkeypatch.setitem(GAINS, name, Outcome(settings=GAINS[name].settings, gain=gain, losses="equal"))
+    found = {one.rule: one for one in diagnosis.diagnose(command).findings}
+    assert parts.asked[1:] == [[WORKERS]]
+    gain = found["workers_few"].gain
+    assert gain is not None
+    assert gain.value == pytest.approx(1.1)
+    assert gain.width == pytest.approx(0.4 / 1.1 / 2**0.5, rel=0.03), "two measurements that agree"
+
+
 def test_what_noise_hid_is_measured_once_more(parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = dataclasses.replace(GAINS["workers"], gain=Interval(1.6, 0.4, 9.0), losses="not compared")
     monkeypatch.setitem(GAINS, "workers", noisy)
@@ -122,19 +136,23 @@ def test_what_noise_hid_is_measured_once_more(parts: Parts, command: Command, mo
     assert found.findings[1].losses == "equal"
 
 
-def test_losses_are_compared_late_if_nothing_else_needs_the_time(
+def test_losses_are_compared_in_the_time_that_the_measurement_of_single_remedies_leaves(
     parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    budgets: list[float] = []
+
     def compare_losses(command: Command, seen: Any, outcomes: Sequence[Outcome], **options: Any) -> list[Outcome]:
-        parts.asked.append("losses")
+        budgets.append(options["seconds"])
         return [dataclasses.replace(one, losses="equal") if one.settings == WORKERS else one for one in outcomes]
 
     monkeypatch.setattr(diagnosis.counterfactuals, "compare_losses", compare_losses)
     monkeypatch.setitem(GAINS, "workers", dataclasses.replace(GAINS["workers"], losses="not compared"))
-    diagnosis.diagnose(command)
-    assert "losses" not in parts.asked, "two others may pay, and all together are measured in that time"
+    found = {one.rule: one for one in diagnosis.diagnose(command, seconds=100).findings}
+    assert found["workers_few"].losses == "equal"
+    assert budgets.pop() == pytest.approx(50, abs=5), "fused may pay too, and all together are measured in the other half"
     for name in ("fused", "logging"):
         monkeypatch.setitem(GAINS, name, Outcome(settings=GAINS[name].settings, failed="The script failed."))
-    found = {one.rule: one for one in diagnosis.diagnose(command).findings}
+    found = {one.rule: one for one in diagnosis.diagnose(command, seconds=100).findings}
+    assert budgets.pop() == pytest.approx(100, abs=5)
     assert found["workers_few"].losses == "equal"
     assert found["workers_few"].unmeasured is None

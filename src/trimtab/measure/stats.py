@@ -138,6 +138,15 @@ def widened(ratio: Interval, sigma: float) -> Interval:
     return Interval(ratio.value, ratio.value * math.exp(-down), ratio.value * math.exp(up))
 
 
+def combined(first: Interval, second: Interval) -> Interval:
+    """The ratio of two independent measurements of it, weighted by the inverse squares of their widths."""
+    logs = [(math.log(each.value), math.log(each.high / each.low) / 2) for each in (first, second)]
+    weights = [1 / max(half, 1e-9) ** 2 for _, half in logs]
+    centre = sum(weight * log for weight, (log, _) in zip(weights, logs, strict=True)) / sum(weights)
+    half = 1 / math.sqrt(sum(weights))
+    return Interval(math.exp(centre), math.exp(centre - half), math.exp(centre + half))
+
+
 def paired_drop(
     baseline_scores: Sequence[float],
     candidate_scores: Sequence[float],

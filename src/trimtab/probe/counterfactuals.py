@@ -15,6 +15,7 @@ from trimtab.core.script_settings import ScriptSettings
 from trimtab.errors import MeasurementError
 from trimtab.measure.host import other_load
 from trimtab.measure.pairs import PROCESS_NOISE, compare
+from trimtab.measure.stats import combined
 from trimtab.probe.command import Command
 from trimtab.probe.loss_runs import Losses, LossRuns, RunFailed
 from trimtab.probe.serving import ScriptEnded, ScriptFailed, ServedScript
@@ -56,6 +57,13 @@ class Outcome:
     def pays(self) -> bool:
         """Whether the script is surely faster and its losses are equal, or within rounding."""
         return self.gain is not None and self.gain.faster and self.losses in ("equal", "within rounding")
+
+    def combined(self, again: Outcome) -> Outcome:
+        """The outcome of two measurements of the same settings: each counts by the width of its interval."""
+        if self.gain is None or again.gain is None:
+            return self if again.gain is None else again
+        losses = self.losses if again.losses == "not compared" else again.losses
+        return dataclasses.replace(again, gain=combined(self.gain, again.gain), losses=losses)
 
 
 OnProgress = Callable[[str], None] | None
@@ -137,7 +145,7 @@ class _Measuring:
         remedies = [i for i, each in switched.items() if each.without is None]
         first = [i for i in fresh if i < min(remedies, default=len(settings))]  # they have the strongest evidence
         self._time_each_fresh(first, settings, found, len(settings), 2 * (len(fresh) - len(first)) + bool(switched))
-        found |= self._time_switched(switched, len(fresh) - len(first))
+        self._time_switched(switched, found, len(fresh) - len(first))
         self._time_each_fresh(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)
         return self.with_all_losses([found[i] for i in range(len(settings))])
 
@@ -163,7 +171,8 @@ class _Measuring:
         for place, i in enumerate(which):
             self.progress(f"in fresh processes: {described(settings[i])}")
             seconds = self._seconds_for(comparisons - place, 2 * (len(which) - place) + later_starts)
-            found[i] = self.time_fresh(settings[i], seconds) if self._has_time(seconds) else _failed(settings[i], OUT_OF_TIME)
+            timed = self._has_time(seconds, found, starts=2)
+            found[i] = self.time_fresh(settings[i], seconds) if timed else _failed(settings[i], OUT_OF_TIME)
             self.on_outcome(found[i])
 
     def _seconds_for(self, comparisons: int, starts: int) -> float:
@@ -174,27 +183,30 @@ class _Measuring:
             seconds = min(seconds, max(SHORTEST_S, SHORT_SHARE * self.record.run_s.get("steps", seconds)))
         return seconds
 
-    def _has_time(self, seconds: float) -> bool:
-        return self.left > min(seconds, LEAST_S) + self.record.start_s
+    def _has_time(self, seconds: float, found: dict[int, Outcome], starts: int = 1) -> bool:
+        """Whether there is time for a further comparison, and for the losses of what was ``found`` to be surely faster."""
+        surely = any(one.gain is not None and one.gain.faster and needs_losses(one) for one in found.values())
+        return self.left > min(seconds, LEAST_S) + starts * self.record.start_s + (self.losses.next_s if surely else 0.0)
 
     def _serve(self, settings: ScriptSettings) -> ServedScript:
         return ServedScript(self.command, self.record, settings, seconds=max(60.0, 2 * self.left), in_place=self.in_place)
 
     # in one process
 
-    def _time_switched(self, settings: dict[int, ScriptSettings], fresh: int) -> dict[int, Outcome]:
-        """Time ``settings`` in one process; after a crash a new process goes on. ``fresh`` comparisons follow afterwards."""
-        found: dict[int, Outcome] = {}
+    def _time_switched(self, settings: dict[int, ScriptSettings], found: dict[int, Outcome], fresh: int) -> None:
+        """Time ``settings`` in one process and add them to ``found``; after a crash a new process goes on. ``fresh``
+        comparisons follow afterwards."""
         tries = dict.fromkeys(settings, 0)
         waiting = list(settings)
         while waiting:
-            if not self._has_time(LEAST_S):
-                return found | {i: _failed(settings[i], OUT_OF_TIME) for i in waiting}
+            if not self._has_time(LEAST_S, found):
+                found |= {i: _failed(settings[i], OUT_OF_TIME) for i in waiting}
+                return
             first = waiting[0]
             tries[first] += 1
             try:
                 with self._serve(self.baseline) as script:
-                    while waiting and self.left > 0:
+                    while waiting and self._has_time(LEAST_S, found, starts=0):
                         i = waiting[0]
                         self.progress(described(settings[i]))
                         seconds = self._seconds_for(len(waiting) + fresh, 2 * fresh)
@@ -212,12 +224,13 @@ class _Measuring:
                     found[first] = _failed(settings[first], TOO_SHORT)
                     waiting.pop(0)
             except MeasurementError as error:
-                return found | {i: _failed(settings[i], str(error)) for i in waiting}
-        return found
+                found |= {i: _failed(settings[i], str(error)) for i in waiting}
+                return
 
     def _refine(self, script: ServedScript, found: dict[int, Outcome], fresh: int) -> None:
         """Repeat unclear measurements of settings that may pay, by upper bound of the speed-up, while time is left."""
-        unsure = [i for i, each in found.items() if each.gain is not None and each.settings.without is None]
+        timed = {i: each for i, each in found.items() if each.gain is not None and not each.settings.fresh}
+        unsure = [i for i, each in timed.items() if each.settings.without is None]
         unsure = [i for i in unsure if (gain := found[i].gain) and gain.value >= 1 + LEAST_GAIN and not gain.faster]
         for n, i in enumerate(sorted(unsure, key=lambda i: -_upper_speedup(found[i]))[:MOST_REFINED]):
             if self.left < (1 - TIMING_SHARE) * self.seconds + fresh * (LEAST_S + 2 * self.record.start_s) + LEAST_S:

@@ -11,6 +11,7 @@ from trimtab._internal.text import counted
 from trimtab.core.diagnosis import Diagnosis, Patch, Together, saving, standing
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
+from trimtab.core.measurement import LEAST_GAIN
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment, known_peaks
 from trimtab.probe import counterfactuals
@@ -62,18 +63,15 @@ def diagnose(
     screening = left - (1 - SCREENING) * seconds
     # if the budget allows one comparison only, single remedies get it
     outcomes = measurements.single(found, screening if screening >= STARTS * record.start_s else left)
-    out_of_time = [one.settings for one in outcomes if one.failed == counterfactuals.OUT_OF_TIME]
     pays = [one for one in outcomes if one.gain is not None and one.gain.low > 1 and one.settings.without is None]
-    if out_of_time and not pays:
-        # nothing pays, so the time reserved for confirmation goes to the remedies that were not measured
-        rest = [finding for finding in found if finding.settings in out_of_time]
-        outcomes = [*measurements.single(rest, seconds - (time.monotonic() - start)), *outcomes]
-    if not patch and sum(one.pays or counterfactuals.needs_losses(one) for one in outcomes) < 2:
-        # nothing else needs the time that is left
-        left = seconds - (time.monotonic() - start)
-        outcomes = counterfactuals.compare_losses(
-            command, record, outcomes, seconds=left, in_place=in_place, on_progress=on_progress
-        )
+    if not pays:  # the time reserved for confirmation goes to the remedies that were not measured, and to what may pay
+        outcomes = measurements.decided(found, outcomes, seconds - (time.monotonic() - start))
+    # a gain counts once its losses were compared; half of the time is for the measurement of all that pays, or of the patch
+    sure = sum(one.pays or (counterfactuals.needs_losses(one) and one.gain is not None and one.gain.faster) for one in outcomes)
+    left = (seconds - (time.monotonic() - start)) / (2 if patch or sure > 1 else 1)
+    outcomes = counterfactuals.compare_losses(
+        command, record, outcomes, seconds=left, in_place=in_place, on_progress=on_progress
+    )
     findings = sorted((_with_outcomes(finding, outcomes) for finding in found), key=_order)
     left = seconds - (time.monotonic() - start)
     together = measurements.together(findings, left / 2 if patch else left)
@@ -124,6 +122,12 @@ def _why_unmeasured(outcome: Outcome) -> str | None:
     return None
 
 
+def _may_pay(outcome: Outcome) -> bool:
+    """Whether the settings of ``outcome`` are faster as measured, and not surely."""
+    gain = outcome.gain
+    return gain is not None and gain.value >= 1 + LEAST_GAIN and not gain.faster and outcome.settings.without is None
+
+
 def _order(finding: Finding) -> tuple[bool, float, float]:
     """Sort key: errors first, then by the measured saving of a step. Without a measurement, by the share in the evidence."""
     worth = saving(finding)
@@ -162,6 +166,15 @@ class _Measurements:
             self._command, self._record, wanted, seconds=seconds, in_place=self._in_place, on_progress=self._on_progress
         )
         return self._repeat_unclear(outcomes, until)
+
+    def decided(self, findings: Sequence[Finding], outcomes: Sequence[Outcome], seconds: float) -> list[Outcome]:
+        """``outcomes`` with the remedies measured that there was no time for, and those measured again that may pay. Two
+        measurements are combined."""
+        again = [one.settings for one in outcomes if one.failed == counterfactuals.OUT_OF_TIME or _may_pay(one)]
+        rest = [dataclasses.replace(finding, ceiling=None) for finding in findings if finding.settings in again]
+        for new in self.single(rest, seconds):
+            outcomes = [one.combined(new) if one.settings == new.settings else one for one in outcomes]
+        return list(outcomes)
 
     def _repeat_unclear(self, outcomes: list[Outcome], until: float) -> list[Outcome]:
         """Measure unclear outcomes again in fresh processes, the fastest first, while time is left. Returns all outcomes."""

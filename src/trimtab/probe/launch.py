@@ -29,6 +29,9 @@ DEFAULT_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 """Variables that are set unless the user sets them: equal hashes in two runs, tracebacks of crashes, no tracking online."""
+NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""Variables of runs that are not timed, of which several run at once: OpenMP's threads do not spin while they wait. On two
+cores, three runs of 24 steps of two threads took 12 s with them and 37 s without."""
 
 
 def environment(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -64,7 +67,8 @@ class ScriptProcess:
         self.plan = {**plan, "settings": settings or None, "out": str(self.out), "folder": str(command.folder)}
         self._log = self.folder / "log.txt"
         instructions = {"argv": command.argv, "scratch": str(self.folder), "contain": kept, "least_memory": LEAST_MEMORY}
-        variables = {name: value for name, value in DEFAULT_ENVIRONMENT.items() if name not in os.environ}
+        defaults = DEFAULT_ENVIRONMENT | (NO_SPINNING if plan.get("mode") == "losses" else {})
+        variables = {name: value for name, value in defaults.items() if name not in os.environ}
         if os.path.basename(command.argv[0]) == "torchrun" or "torch.distributed.run" in command.argv:
             variables["PET_MASTER_PORT"] = str(_free_port())
         with self._log.open("wb") as log:

@@ -113,7 +113,8 @@ class ServedScript:
 class StepRunner:
     """A :class:`~trimtab.measure.timer.Runner` of a script's steps. It applies its settings before each block.
 
-    Every call of a block gets the mean of the block, so that occasional costs, such as a log, count with their share.
+    Every call of a block gets the mean of the block, so that occasional costs, such as a log, count with their share. With
+    loader workers a block has more steps than calls.
     """
 
     def __init__(self, script: ServedScript, settings: ScriptSettings) -> None:
@@ -126,7 +127,7 @@ class StepRunner:
         """Nanoseconds of each of ``calls`` steps."""
         self._switch()
         ns = self._script.remote.block(calls)
-        return [round(statistics.fmean(ns))] * len(ns) if ns else ns
+        return [round(statistics.fmean(ns))] * calls
 
     def samples(self, count: int, calls: int) -> list[Sample]:
         """``count`` samples of ``calls`` steps each."""
