@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from trimtab.core.evidence import LoaderRecord, MemoryRecord, ModuleRecord, Opti
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 from trimtab.errors import UsageError
+from trimtab.measure.host import computed_ns, descendants
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence, fingerprints
@@ -109,6 +111,21 @@ def test_a_block_has_as_many_steps_as_workers_read_ahead(script: pathlib.Path) -
         assert served.process.log(1000).count("step") - before >= 4
     assert len(times) == 3
     assert len(set(times)) == 1, "the mean"
+
+
+def test_workers_have_read_ahead_before_the_other_side_has_its_turn(script: pathlib.Path) -> None:
+    """They took the CPUs of the script as written, which seemed slower."""
+    slow = "class Slow(TensorDataset):\n    def __getitem__(self, i): return super().__getitem__(sum(range(200_000)) and i)\n"
+    text = SCRIPT.replace("data = TensorDataset(", f"{slow}data = Slow(")
+    script.write_text(text.replace("batch_size=16,", "batch_size=16, num_workers=2, persistent_workers=True,"))
+    settings = ScriptSettings()
+    with ServedScript(Command.of(script, args=["400"]), record(), settings, seconds=60, in_place=False) as served:
+        served.runner(settings).block(1)
+        pids = descendants({served.process.pid})
+        before = computed_ns(pids)
+        time.sleep(0.1)
+        assert computed_ns(pids) - before < 20e6, "two workers that read compute for 0.2 s"
+    assert before > 100e6
 
 
 def test_time_is_kept_for_the_losses_of_what_is_surely_faster() -> None:

@@ -113,6 +113,20 @@ def test_time_kept_for_the_confirmation_goes_to_what_was_not_measured_if_nothing
     assert found["optimizer_loop"].gain == GAINS["fused"].gain
 
 
+def test_a_remedy_without_a_clear_measurement_comes_before_one_that_does_not_pay(
+    parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = ScriptSettings(channels_last=True)
+    unclear = Outcome(settings=layout, gain=Interval(1.2, 0.3, 4.5))
+    monkeypatch.setitem(GAINS, "layout", unclear)
+    monkeypatch.setitem(GAINS, "fused", dataclasses.replace(GAINS["fused"], gain=Interval(0.98, 0.91, 1.06)))
+    monkeypatch.setattr(Parts, "confirm", lambda *given, **options: unclear)
+    given = [one for one in findings(measured=False) if one.rule == "optimizer_loop"]
+    given += [dataclasses.replace(given[0], rule="layout", settings=layout, share=None)]
+    monkeypatch.setattr(diagnosis, "run_checks", lambda seen, environment: (given, []))
+    assert [one.rule for one in diagnosis.diagnose(command).findings] == ["layout", "optimizer_loop"]
+
+
 def test_what_may_pay_is_measured_again_if_nothing_else_needs_the_time(
     parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,15 @@ def waited_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:
     return sum(max(0, ns - before.get(thread, 0)) for thread, ns in after.items())
 
 
+def computed_ns(pids: Iterable[int], proc: pathlib.Path = pathlib.Path("/proc")) -> int:
+    """Nanoseconds of CPU time of the main threads of processes; 0 for each that is unknown."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total += int((proc / str(pid) / "schedstat").read_bytes().split()[0])
+    return total
+
+
 def descendants(roots: Collection[int], proc: pathlib.Path = pathlib.Path("/proc")) -> set[int]:
     """``roots`` and all living processes below them."""
     children: dict[int, list[int]] = {}

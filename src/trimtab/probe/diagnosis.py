@@ -128,13 +128,14 @@ def _may_pay(outcome: Outcome) -> bool:
     return gain is not None and gain.value >= 1 + LEAST_GAIN and not gain.faster and outcome.settings.without is None
 
 
-def _order(finding: Finding) -> tuple[bool, float, float]:
-    """Sort key: errors first, then by the measured saving of a step. Without a measurement, by the share in the evidence."""
-    worth = saving(finding)
+def _order(finding: Finding) -> tuple[bool, float, bool, float]:
+    """Sort key: errors first, then by the measured saving of a step, or without a measurement by the share in the evidence;
+    remedies that were measured and do not pay are last."""
+    worth, found = saving(finding), standing(finding)
     measured = finding.most is not None and not finding.most.unclear
-    if standing(finding) == "not measured" or (standing(finding) == "advice" and not measured):
+    if found == "not measured" or (found == "advice" and not measured):
         worth = finding.share or 0.0
-    return finding.level != "error", -worth, -(finding.share or 0.0)
+    return finding.level != "error", -worth, found in ("no gain", "other losses"), -(finding.share or 0.0)
 
 
 class _Measurements:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trimtab.measure.host import waited_ns, waits
+from trimtab.measure.host import computed_ns, waited_ns, waits
 from trimtab.measure.remote import LONGEST_REQUEST, listening
 from trimtab.measure.timer import pace, unrecorded_calls
 from trimtab.probe.inside import loaders, roots, steps
@@ -31,6 +32,9 @@ SETTINGS = "settings.json"
 """Name of the file there in which rank 0 passes settings to the other ranks."""
 IDLE_NS = 20_000_000
 """After a longer pause, loader workers have read ahead. As many steps as they read batches are then not recorded."""
+MOST_READING_S, READING_POLL_S, READING_SHARE = 2.0, 0.02, 0.1
+"""Most seconds to wait for loader workers that read ahead, seconds between two looks at their CPU time, and the share of a CPU
+below which they count as idle."""
 MOST_MIXED = 20
 """After this many mixed steps in a row, mixed steps are recorded too. A mixed step holds an evaluation or a new iterator."""
 Steps = Generator[None, tuple[int, bool], Any]
@@ -125,7 +129,9 @@ class _Server:
         if verb == "block":
             yield from self._run_unrecorded(unrecorded_calls(calls))
             ahead = max(1, _most_read_ahead())
-            return {"ns": (yield from self._steps(math.ceil(calls / ahead) * ahead))}
+            times = yield from self._steps(math.ceil(calls / ahead) * ahead)
+            self.idle += _await_workers()
+            return {"ns": times}
         if verb == "samples":
             yield from self._run_unrecorded(0)
             return {"samples": (yield from self._samples(count, calls))}
@@ -185,6 +191,23 @@ def _most_read_ahead() -> int:
     many steps. Single steps gave 1.9 (0.8 to 9757) where workers made a script 0.9 times as fast.
     """
     return max((_read_ahead(entry.ref()) for entry in loaders.loaders), default=0)
+
+
+def _await_workers() -> int:
+    """Wait until loader workers have read ahead, because they would take the CPUs of the other side's turn. Returns the
+    nanoseconds that it took; at most :data:`MOST_READING_S`."""
+    begun = time.perf_counter_ns()
+    if not _most_read_ahead():
+        return 0
+    pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    before = computed_ns(pids)
+    while time.perf_counter_ns() - begun < 1e9 * MOST_READING_S:
+        time.sleep(READING_POLL_S)
+        now = computed_ns(pids)
+        if now - before < 1e9 * READING_SHARE * READING_POLL_S:
+            break
+        before = now
+    return time.perf_counter_ns() - begun
 
 
 def _read_ahead(loader: Any) -> int:
