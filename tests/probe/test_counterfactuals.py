@@ -118,8 +118,8 @@ def test_workers_have_read_ahead_before_the_other_side_has_its_turn(script: path
     slow = "class Slow(TensorDataset):\n    def __getitem__(self, i): return super().__getitem__(sum(range(200_000)) and i)\n"
     text = SCRIPT.replace("data = TensorDataset(", f"{slow}data = Slow(")
     script.write_text(text.replace("batch_size=16,", "batch_size=16, num_workers=2, persistent_workers=True,"))
-    settings = ScriptSettings()
-    with ServedScript(Command.of(script, args=["400"]), record(), settings, seconds=60, in_place=False) as served:
+    settings, seen = ScriptSettings(), record(anchor_site=f"train.py:{STEP_LINE + 2}")
+    with ServedScript(Command.of(script, args=["400"]), seen, settings, seconds=60, in_place=False) as served:
         served.runner(settings).block(1)
         pids = descendants({served.process.pid})
         before = computed_ns(pids)
