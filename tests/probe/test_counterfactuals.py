@@ -19,7 +19,7 @@ from trimtab.measure.host import computed_ns, descendants
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence, fingerprints
-from trimtab.probe.counterfactuals import Outcome, _Measuring, compare_losses, confirm, measure
+from trimtab.probe.counterfactuals import Outcome, _Measuring, _mixed_every, _too_rare, compare_losses, confirm, measure
 from trimtab.probe.loss_runs import verdict
 from trimtab.probe.serving import ServedScript, failure
 from trimtab.probe.tuning import _choices
@@ -126,6 +126,33 @@ def test_workers_have_read_ahead_before_the_other_side_has_its_turn(script: path
         time.sleep(0.1)
         assert computed_ns(pids) - before < 20e6, "two workers that read compute for 0.2 s"
     assert before > 100e6
+
+
+def test_what_changes_evaluations_is_timed_with_them_on_both_sides(script: pathlib.Path) -> None:
+    evaluation = """
+        optimizer.zero_grad()
+        if (steps := globals().get("steps", 0) + 1) % 4 == 0:
+            model.eval()
+            for inputs, _ in DataLoader(ConcatDataset([data] * 10), batch_size=16):
+                model(inputs)
+            model.train()
+"""
+    text = SCRIPT.replace("import DataLoader,", "import ConcatDataset, DataLoader,")
+    script.write_text(text.replace("        optimizer.zero_grad()\n", evaluation.lstrip("\n")))
+    seen = record(anchor_site=f"train.py:{STEP_LINE}", evaluation_every=4.0, run_s={"evaluation": 2.0})
+    (left_out,) = measure(Command.of(script, args=["4000"]), seen, [ScriptSettings(without="evaluation")], seconds=60)
+    assert left_out.gain is not None
+    assert left_out.gain.value > 1.3, "it was 1 as long as the script as written was timed without its evaluations"
+
+
+def test_evaluations_that_are_too_rare_for_the_time_are_not_measured() -> None:
+    settings, seen = ScriptSettings(no_grad=True), record(evaluation_every=199.5)
+    assert (_mixed_every(settings, seen), _mixed_every(ScriptSettings(), seen)) == (200, 0)
+    assert _too_rare(200, seen, 5.0) is None
+    assert (
+        _too_rare(200, seen, 2.0)
+        == "One of 200 steps has an evaluation, too few to measure it in 2 s; give more with --budget."
+    )
 
 
 def test_time_is_kept_for_the_losses_of_what_is_surely_faster() -> None:

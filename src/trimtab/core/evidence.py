@@ -281,6 +281,8 @@ class ProbeRecord:
     """:data:`Phase` -> ms per step. They add up to :attr:`step_ms`."""
     run_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Seconds of the whole run that was watched: ``start``, ``steps``, ``epoch start``, ``evaluation``, ``saving``."""
+    evaluation_every: float = 0.0
+    """Steps per step with an evaluation; 0 if none was seen, or most steps have one."""
     finished: bool = False
     """Whether the script ended by itself before enough steps were seen."""
     exit_code: int | None = None

@@ -88,6 +88,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         times_ms=tuple(s.ms for s in clean),
         phases=phases,
         run_s=_run(log, all_steps, measured, evaluating, starting, median),
+        evaluation_every=len(measured) / len(evaluating) if evaluating else 0.0,
         finished=log["finished"],
         lines=_lines(log["samples"], steps, log["runs"]),
         stacks=_stacks(log, steps),

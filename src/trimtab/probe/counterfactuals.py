@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -245,10 +246,13 @@ class _Measuring:
     def _compare_switched(self, script: ServedScript, settings: ScriptSettings, seconds: float) -> Outcome:
         if self.busy is not None and settings.threads is not None:
             return _failed(settings, f"Numbers of threads cannot be compared now: {self.busy}.")
+        every = _mixed_every(settings, self.record)
+        if problem := _too_rare(every, self.record, seconds):
+            return _failed(settings, problem)
         with _explain_end(script):
             ratio = compare(
-                script.runner(self.baseline.merged(settings)),
-                script.runner(self.baseline),
+                script.runner(self.baseline.merged(settings), every),
+                script.runner(self.baseline, every),
                 width=WIDTH,
                 seconds=seconds,
                 min_quads=4,
@@ -275,11 +279,13 @@ class _Measuring:
         return dataclasses.replace(_failed(settings, failed), how="fresh processes")
 
     def _compare_fresh(self, settings: ScriptSettings, seconds: float) -> Interval:
-        given = self.baseline.merged(settings)
+        given, every = self.baseline.merged(settings), _mixed_every(settings, self.record)
+        if problem := _too_rare(every, self.record, seconds):
+            raise MeasurementError(problem)
         with self._serve(given) as candidate, self._serve(self.baseline) as written, _explain_end(candidate, written):
             return compare(
-                candidate.runner(given),
-                written.runner(self.baseline),
+                candidate.runner(given, every),
+                written.runner(self.baseline, every),
                 width=WIDTH,
                 seconds=seconds,
                 min_quads=4,
@@ -297,6 +303,22 @@ class _Measuring:
             return dataclasses.replace(outcome, losses=losses, undecided=losses == "not compared")
         except RunFailed as error:
             return dataclasses.replace(outcome, gain=None, failed=str(error))
+
+
+def _mixed_every(settings: ScriptSettings, record: ProbeRecord) -> int:
+    """Steps per step with an evaluation, where such steps count: ``settings`` change what an evaluation or saving takes."""
+    if settings.without == "saving":
+        return 1
+    changes = settings.no_grad or settings.without == "evaluation"
+    return math.ceil(record.evaluation_every) if changes else 0
+
+
+def _too_rare(every: int, record: ProbeRecord, seconds: float) -> str | None:
+    """A sentence if the steps of four blocks from one evaluation to the next, twice, take longer than ``seconds``."""
+    evaluation_s = record.run_s.get("evaluation", 0.0) / max(record.steps, 1)
+    if every < 2 or 8 * every * (record.step_ms / 1e3 + evaluation_s) <= 2 * seconds:
+        return None
+    return f"One of {every} steps has an evaluation, too few to measure it in {seconds:.0f} s; give more with --budget."
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
 from trimtab.probe.patch import moved_site
 
-SOCKET = "turns"
+SOCKET, MIXED_EVERY = "turns", "mixed_every"
+"""As in :mod:`trimtab.probe.inside.turns`, which only the script's process imports."""
 POLL_S = 0.02
 CONNECT_S = 20.0
 ENDS_S = 5.0
@@ -105,9 +106,10 @@ class ServedScript:
             return found
         return ScriptFailed(str(error))
 
-    def runner(self, settings: ScriptSettings) -> StepRunner:
-        """A runner that times steps with ``settings``."""
-        return StepRunner(self, settings)
+    def runner(self, settings: ScriptSettings, mixed_every: int = 0) -> StepRunner:
+        """A runner that times steps with ``settings``. With ``mixed_every``, the number of steps per evaluation, steps with an
+        evaluation count too."""
+        return StepRunner(self, settings, mixed_every)
 
 
 class StepRunner:
@@ -117,10 +119,10 @@ class StepRunner:
     loader workers a block has more steps than calls.
     """
 
-    def __init__(self, script: ServedScript, settings: ScriptSettings) -> None:
-        self._script, self._settings = script, to_json(settings)
+    def __init__(self, script: ServedScript, settings: ScriptSettings, mixed_every: int = 0) -> None:
+        self._script, self._settings = script, to_json(settings) | ({MIXED_EVERY: mixed_every} if mixed_every else {})
         self.pid = script.remote.pid
-        single = script.remote.threads == 1 and settings.threads in (None, 1) and not script.has_workers
+        single = script.remote.threads == 1 and settings.threads in (None, 1) and not (script.has_workers or mixed_every)
         self.threads = 1 if single else None
 
     def block(self, calls: int) -> list[int]:

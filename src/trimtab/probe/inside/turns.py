@@ -1,7 +1,7 @@
 """Time blocks of steps of the running script on request of the driver, which alternates between two scripts or settings.
 
 The end of a step blocks on a UNIX socket and speaks the protocol of :mod:`trimtab.measure.remote`, with a further request:
-``set`` applies settings from the next step on.
+``set`` applies settings from the next step on. :data:`MIXED_EVERY` in the settings says that steps with an evaluation count.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ SETTINGS = "settings.json"
 """Name of the file there in which rank 0 passes settings to the other ranks."""
 IDLE_NS = 20_000_000
 """After a longer pause, loader workers have read ahead. As many steps as they read batches are then not recorded."""
+MIXED_EVERY = "mixed_every"
+"""Steps per step with an evaluation. Blocks then hold such steps, and a multiple of as many steps."""
 MOST_READING_S, READING_POLL_S, READING_SHARE = 2.0, 0.02, 0.1
 """Most seconds to wait for loader workers that read ahead, seconds between two looks at their CPU time, and the share of a CPU
 below which they count as idle."""
@@ -113,7 +115,7 @@ class _Server:
         self.idle = 0
         self.done = 1
         """Steps since the script began to serve."""
-        self._keep_mixed = False
+        self._mixed_every = 0
         self._unsettled = 0
         self._pending: Mapping[str, Any] | None = None
 
@@ -128,8 +130,8 @@ class _Server:
             return {}
         if verb == "block":
             yield from self._run_unrecorded(unrecorded_calls(calls))
-            ahead = max(1, _most_read_ahead())
-            times = yield from self._steps(math.ceil(calls / ahead) * ahead)
+            least = max(1, _most_read_ahead(), self._mixed_every)
+            times = yield from self._steps(math.ceil(calls / least) * least)
             self.idle += _await_workers()
             return {"ns": times}
         if verb == "samples":
@@ -138,7 +140,7 @@ class _Server:
         return {"error": f"There is no request {verb!r}."}
 
     def _set(self, settings: Mapping[str, Any]) -> None:
-        self._keep_mixed = settings.get("without") in ("evaluation", "saving")
+        self._mixed_every = int(settings.get(MIXED_EVERY) or 0)
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             # the other ranks end their step before this one takes part in the next: all switch at the end of that
             write_out(SETTINGS, {"step": self.done + 1, "settings": settings})
@@ -168,7 +170,7 @@ class _Server:
         left_out = 0
         while len(times) < calls:
             ns, mixed = yield from self._step()
-            if mixed and not self._keep_mixed and left_out < MOST_MIXED:
+            if mixed and not self._mixed_every and left_out < MOST_MIXED:
                 left_out += 1
                 continue
             left_out = 0 if not mixed else left_out
