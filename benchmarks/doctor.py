@@ -198,9 +198,10 @@ def interleaved(sides: Sequence[Side]) -> list[list[float]]:
     """The seconds of a fresh process of each side. They run in turns of :data:`TURN_S`, one at a time; the side whose script is
     least far has the next turn, so that a machine that changes its speed disturbs all sides alike."""
     with contextlib.ExitStack() as stack:
-        runs = [Run(side) for side in sides]
-        for run in runs:
-            stack.callback(run.end)
+        runs = list[Run]()
+        for side in sides:
+            runs.append(Run(side))
+            stack.callback(runs[-1].end)
         going = list(runs)
         while going:
             run = min(going, key=lambda each: each.progress)

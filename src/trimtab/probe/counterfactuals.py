@@ -314,9 +314,9 @@ def _mixed_every(settings: ScriptSettings, record: ProbeRecord) -> int:
 
 
 def _too_rare(every: int, record: ProbeRecord, seconds: float) -> str | None:
-    """A sentence if the steps of four blocks from one evaluation to the next, twice, take longer than ``seconds``."""
+    """A sentence if four blocks, each from one evaluation to the next, take longer than ``seconds``."""
     evaluation_s = record.run_s.get("evaluation", 0.0) / max(record.steps, 1)
-    if every < 2 or 8 * every * (record.step_ms / 1e3 + evaluation_s) <= 2 * seconds:
+    if every < 2 or 4 * every * (record.step_ms / 1e3 + evaluation_s) <= seconds:
         return None
     return f"One of {every} steps has an evaluation, too few to measure it in {seconds:.0f} s; give more with --budget."
 
