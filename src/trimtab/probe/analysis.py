@@ -48,10 +48,31 @@ class Step:
         self.phases = [(b - a) * MS_PER_NS for a, b in zip(before[1], after[1], strict=True)]
         self.probe_ms = self.phases[PROBE]
         self.ms = (self.end - self.start) * MS_PER_NS - self.probe_ms
-        self.faults = int(after[2] - before[2])
-        self.grown_mb = (after[3] - before[3]) / 1e6
         self.evaluates, self.begins_epoch = after[4] > before[4], after[5] > before[5]
-        self.cpu_ms = (after[6] - before[6]) * MS_PER_NS
+
+
+class Usage:
+    """What the process used in ``steps`` steps between two readings, as means per step."""
+
+    def __init__(self, before: Sequence[Any], after: Sequence[Any], steps: int) -> None:
+        self.steps = steps
+        self.ms = (after[0] - before[0]) * MS_PER_NS / steps
+        self.faults = (after[2] - before[2]) / steps
+        self.grown_mb = (after[3] - before[3]) / 1e6 / steps
+        self.cpu_ms = (after[6] - before[6]) * MS_PER_NS / steps
+
+
+def _usages(marks: Sequence[Any], all_steps: Sequence[Step], measured: Sequence[Step], clean: Sequence[Step]) -> list[Usage]:
+    """The usage between two readings, of those with clean steps only; without any, of those within the measured steps, or all.
+    At a mark without a reading the CPU time is that of the mark before."""
+    read = [place for place, mark in enumerate(marks) if place == 0 or mark[6] != marks[place - 1][6]]
+    windows = [(first, last) for first, last in itertools.pairwise(read)] or [(0, len(marks) - 1)]
+    for among in (set(clean), set(measured)):
+        kept = [(first, last) for first, last in windows if among.issuperset(all_steps[first:last])]
+        if kept:
+            windows = kept
+            break
+    return [Usage(marks[first], marks[last], last - first) for first, last in windows]
 
 
 def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeRecord:
@@ -71,6 +92,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
     clean = [s for s in measured if s not in evaluating and s not in starting] or measured
     n = len(clean)
     steps = _CleanSteps(clean)
+    usages = _usages(marks, all_steps, measured, clean)
     totals, elsewhere = steps.tallies(log["tallies"])
     step_ms = sum(s.ms for s in clean) / n
     phases = {name: sum(s.phases[i] for s in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
@@ -101,12 +123,12 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         operator_calls=log["operators"].get("calls", 0.0),
         small_operators=log["operators"].get("small", 0.0),
         recompiles=_recompiles(log),
-        memory=_memory(log, marks, clean, steps),
+        memory=_memory(log, marks, usages, steps),
         distributed=_distributed(log, totals, n),
         timeline=_timeline(log["spans"], clean, median),
         threads=log["threads"],
         cores=log["cores"],
-        cpu_share=min(1.0, sum(s.cpu_ms for s in clean) / max(sum(s.ms + s.probe_ms for s in clean), 1e-9) / log["cores"]),
+        cpu_share=min(1.0, _per_step(usages, "cpu_ms") / max(_per_step(usages, "ms"), 1e-9) / log["cores"]),
         others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
@@ -398,9 +420,14 @@ def _memory_over_steps(samples: Sequence[Any], steps: _CleanSteps) -> tuple[list
     return curve, [(where, mb) for where, mb in most if where and mb > 0]
 
 
-def _memory(log: Json, marks: Sequence[Any], clean: list[Step], steps: _CleanSteps) -> MemoryRecord:
-    growths = [s.grown_mb for s in clean]
-    slope = _mean(growths)
+def _per_step(usages: Sequence[Usage], name: str) -> float:
+    """Mean of an attribute over all steps."""
+    return float(sum(getattr(usage, name) * usage.steps for usage in usages) / sum(usage.steps for usage in usages))
+
+
+def _memory(log: Json, marks: Sequence[Any], usages: Sequence[Usage], steps: _CleanSteps) -> MemoryRecord:
+    growths = [usage.grown_mb for usage in usages]
+    slope = _per_step(usages, "grown_mb")
     low = slope
     if len(growths) > 2:
         low = slope - t_quantile(0.975, len(growths) - 1) * statistics.stdev(growths) / math.sqrt(len(growths))
@@ -412,7 +439,7 @@ def _memory(log: Json, marks: Sequence[Any], clean: list[Step], steps: _CleanSte
         growth_mb=slope,
         growth_low_mb=low,
         rises=_mean([float(grown > max(RISE * slope, 0.0)) for grown in growths]),
-        page_faults=_mean([float(s.faults) for s in clean]),
+        page_faults=_per_step(usages, "faults"),
         grows_at=log["growth"].get("site") or None,
         lines=tuple(lines),
         curve=tuple(curve),

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.loss import _Loss
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from trimtab.probe.inside import calls, hooks, lines, loaders, reading
@@ -24,8 +23,10 @@ Json = dict[str, Any]
 
 modules: dict[int, tuple[int, Any]] = {}
 """id -> (number, module)."""
+parallel: list[Any] = []
+"""The modules among ``modules`` that reduce gradients among ranks, such as ``DistributedDataParallel``."""
 _inputs: dict[tuple[int, bool], list[str]] = {}
-_seen_calls: Counter[tuple[int, bool]] = Counter()
+_seen_calls: dict[tuple[int, bool], int] = {}
 _layouts: dict[int, list[bool]] = {}
 """Number of a module -> whether each four-dimensional input lay in ``channels_last``."""
 _autocast: dict[int, str] = {}
@@ -56,16 +57,16 @@ def first_tensors(value: Any, most: int = 4) -> list[torch.Tensor]:
     return found
 
 
-def module_number(module: Any, args: Any, kwargs: Any) -> int | None:
-    """Number of a module in the log; ``None`` for a loss."""
-    if issubclass(type(module), _Loss):
-        return None
+def note_call(module: Any, args: Any, kwargs: Any) -> int:
+    """Record facts about a call of a module: of each of the first three, then every sixteenth. Returns the module's number."""
     known = modules.get(id(module))
     if known is None:
         modules[id(module)] = known = (len(modules), module)
+        if "require_backward_grad_sync" in module.__dict__:
+            parallel.append(module)
     key = known[0], module.training
-    _seen_calls[key] += 1
-    if _seen_calls[key] < 4 or _seen_calls[key] % 16 == 0:
+    _seen_calls[key] = seen = _seen_calls.get(key, 0) + 1
+    if seen < 4 or seen % 16 == 0:
         tensors = first_tensors([args, kwargs], most=12)
         _inputs[key] = [_described(tensor) for tensor in tensors]
         _layouts.setdefault(known[0], []).extend(_channels_last(tensor) for tensor in tensors if tensor.dim() == 4)
@@ -81,8 +82,8 @@ def _described(tensor: torch.Tensor) -> str:
 
 def batch_facts(loader: loaders.Loader, batch: Any) -> None:
     """Record facts about a batch: each of the first four, then every eighth."""
-    _counts[loader.number] += 1
-    if _counts[loader.number] > 4 and _counts[loader.number] % 8:
+    _counts[loader.number] = seen = _counts[loader.number] + 1
+    if seen > 4 and seen % 8:
         return
     tensors = first_tensors(batch, most=64)
     found = _batches.setdefault(loader.number, {"bytes": [], "padding": []})
@@ -109,9 +110,8 @@ def _padding(batch: Any, tensors: list[torch.Tensor]) -> float | None:
 
 
 def note_anomaly_mode() -> None:
-    """Record that anomaly mode is on, and the line that set it. Called during backward passes."""
-    if torch.is_anomaly_enabled() and "anomaly mode" not in calls.flags:
-        calls.flags["anomaly mode"] = calls.anomaly_at[-1] if calls.anomaly_at else ""
+    """Record that anomaly mode is on in a backward pass, and the line that set it."""
+    calls.flags.setdefault("anomaly mode", calls.anomaly_at[-1] if calls.anomaly_at else "")
 
 
 _VARIABLES = ("CUDA_LAUNCH_BLOCKING", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "PYTHONDEVMODE")
@@ -164,9 +164,9 @@ def cpu_usage_since(before: tuple[int, float, float] | None) -> dict[str, float]
     }
 
 
-def key_as_json(key: tuple[Any, ...]) -> list[Any]:
-    """A key of the tally as JSON, with sites in place of places."""
-    return [site(word) if isinstance(word, Place) else word for word in key]
+def tally_as_json(tally: dict[tuple[Any, ...], list[int]]) -> list[Any]:
+    """A tally as pairs of key and counts, with sites in place of places."""
+    return [[[site(word) if isinstance(word, Place) else word for word in key], found] for key, found in tally.items()]
 
 
 def samples_as_json(first: int, last: int) -> list[Any]:
@@ -347,7 +347,7 @@ def _reading(dataset: Any, collate: Any, places: list[Any] | None) -> Json:
 
 def reduces_gradients() -> bool:
     """Whether the backward pass that begins now reduces gradients among ranks."""
-    return ranks() > 1 and any(getattr(module, "require_backward_grad_sync", False) for _, module in modules.values())
+    return ranks() > 1 and any(module.require_backward_grad_sync for module in parallel)
 
 
 def ranks() -> int:

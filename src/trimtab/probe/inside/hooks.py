@@ -20,7 +20,8 @@ from trimtab.probe.inside import clock
 from trimtab.probe.inside.plan import MAIN
 from trimtab.probe.inside.sites import Place, caller, site
 
-is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Dynamo takes the call as the constant ``True``; elsewhere the function returns ``False`` at once."""
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
@@ -86,7 +87,6 @@ def _install_optimizers() -> None:
             return None
         _depths.append(clock.enter(clock.PROBE))
         _closures.append(0)
-        optimizer_entry(optimizer)
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
         clock.switch(clock.OPTIMIZER)
         if not callable(closure):
@@ -132,12 +132,11 @@ tensor_item = torch.Tensor.item
 
 
 def scalar(tensors: Any) -> torch.Tensor | None:
-    """The loss among the arguments of a backward pass: the first tensor, detached; its mean if it has several elements."""
-    first = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
+    """The loss among the arguments of a backward pass: the first tensor, or its mean if it has several elements."""
+    first = tensors[0] if isinstance(tensors, (tuple, list)) and tensors else tensors
     if not isinstance(first, torch.Tensor):
         return None
-    first = first.detach()
-    return first if first.numel() == 1 else first.mean()
+    return first if first.numel() == 1 else first.detach().mean()
 
 
 @functools.cache

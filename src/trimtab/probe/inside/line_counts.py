@@ -16,10 +16,13 @@ from trimtab.probe.inside.sites import Place, caller, is_script, place_of, runni
 MOST = 3_000_000
 """Most lines that are counted: a step in pure Python would otherwise take too long."""
 
+MOST_RESTARTS = 3
+"""Steps with an evaluation that are counted anew, because the lines and operators of an evaluation belong to no usual step."""
+
 found: dict[Place, int] = {}
 operators: dict[tuple[str, str, Place], int] = {}
 """(Name, shape of the first tensor, line that calls it) -> calls, without those of backward passes."""
-_lines = 0
+_lines = _restarts = 0
 _most = MOST
 Result = TypeVar("Result")
 
@@ -66,6 +69,18 @@ def counted(function: Callable[[], Result], most: int) -> Result:
         return function()
     finally:
         sys.settrace(None)
+
+
+def restart() -> bool:
+    """Count the next step in place of the current one. Returns ``False`` if that was done :data:`MOST_RESTARTS` times."""
+    global _lines, _restarts
+    if _restarts == MOST_RESTARTS:
+        return False
+    _restarts += 1
+    _lines = 0
+    found.clear()
+    operators.clear()
+    return True
 
 
 def stop() -> None:

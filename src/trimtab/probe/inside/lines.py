@@ -11,18 +11,21 @@ from collections.abc import Callable
 
 from trimtab.probe.inside import clock
 from trimtab.probe.inside.plan import MAIN, MAIN_NATIVE
-from trimtab.probe.inside.sites import Place, is_script, place_of
+from trimtab.probe.inside.sites import Place, stack
 
-EVERY_S, MOST = 0.005, 10.0
-"""Seconds between two samples, and the largest factor on it when the machine is busy."""
+EVERY_S, MOST_S = 0.005, 0.05
+"""Least and most seconds between two samples."""
+SHARE = 0.01
+"""Largest share of a core that the sampling thread uses. A sample takes 40 us, and 200 us where waking a core takes long, as in
+some virtual machines."""
 
 SWITCH_S = 0.0005
 """Switch interval of Python in seconds. With the default of 5 ms most samples fall on calls that release the GIL."""
 PACE_EVERY = 8
 """Samples between two updates of the sampling interval."""
 
-paused = False
-"""Whether sampling is paused, as while Python traces lines."""
+sampling = threading.Event()
+"""Cleared while sampling is paused, as while Python traces lines."""
 samples: list[tuple[int, tuple[Place, ...], int, int, int]] = []
 """(ns, lines, phase, resident bytes, growth in bytes since the sample before). The lines are the call stack of the script, the
 innermost first."""
@@ -47,7 +50,7 @@ def shorten_switch_interval() -> None:
 
 class _SamplingInterval:
     """The time until the next sample. It grows while the watched thread waits for a core, so that a busy machine also gives one
-    sample per :data:`EVERY_S` of CPU time, and not one per time slice of another process."""
+    sample per interval of CPU time, and not one per time slice of another process."""
 
     def __init__(self) -> None:
         try:
@@ -55,6 +58,7 @@ class _SamplingInterval:
         except OSError:
             self._file = -1
         self._ran, self._waited = self._read()
+        self._used_s = time.thread_time()
         self._samples, self._paced_s = 0, EVERY_S
 
     def _read(self) -> tuple[int, int]:
@@ -72,7 +76,9 @@ class _SamplingInterval:
         before_ran, before_waited = self._ran, self._waited
         self._ran, self._waited = self._read()
         ran, waited = self._ran - before_ran, self._waited - before_waited
-        return EVERY_S * min(MOST, 1 + waited / max(ran, 1_000_000))
+        before_used, self._used_s = self._used_s, time.thread_time()
+        least = max(EVERY_S, (self._used_s - before_used) / PACE_EVERY / SHARE)
+        return min(MOST_S, least * (1 + waited / max(ran, 1_000_000)))
 
 
 def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
@@ -82,23 +88,19 @@ def watch(deadline: float, out_of_time: Callable[[], None]) -> None:
         before, pace = None, _SamplingInterval()
         while time.monotonic() < deadline:
             time.sleep(pace.seconds())
-            if paused:
-                continue
+            if not sampling.wait(max(0.0, deadline - time.monotonic())):
+                break
             phase = clock.current()
             here = sys._current_frames().get(MAIN)
             if phase == clock.PROBE:
                 before = None
                 continue
-            now, stack = time.perf_counter_ns(), []
-            while here is not None:
-                number: int | None = here.f_lineno  # none between two lines
-                if number is not None and is_script(here.f_code):
-                    stack.append(place_of(here.f_code, number))
-                here = here.f_back
+            now, places = time.perf_counter_ns(), stack(here)
             held = resident()
             grown, before = 0 if before is None else held - before, held
-            samples.append((now, tuple(stack), phase, held, grown))
+            samples.append((now, places, phase, held, grown))
         out_of_time()
 
     shorten_switch_interval()
+    sampling.set()
     threading.Thread(target=sample, name="trimtab", daemon=True).start()

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import torch
+from torch.nn.modules.loss import _Loss
 
 from trimtab.probe.inside import (
     audit,
@@ -45,12 +46,18 @@ WARM_UP = 6
 MOST_GRAPH_CALLS = 30
 """Calls of a module in training mode after which the search for graphs without a backward pass ends."""
 
+USAGE_EVERY_NS = 20_000_000
+"""Least time between two readings of the process's usage, which take as long as all other hooks of a step of a few ms."""
+LEAST_NS = 500_000_000
+"""Least time of the measured steps, for enough samples of lines; but at most three times as many steps as wanted."""
+WANTED = int(PLAN.get("steps") or 40)
+
 Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int]
 """Time in ns, totals of the phases in ns, minor page faults, resident bytes, calls of modules in evaluation, iterators made,
-and CPU time in ns, all since the start of the process."""
+and CPU time in ns, all since the start of the process. Faults, resident bytes and CPU time are those of the last reading."""
 
 marks: dict[Key, list[Snapshot]] = {}
-tallies: list[tuple[int, list[Any]]] = []
+tallies: list[tuple[int, dict[tuple[object, ...], list[int]]]] = []
 losses: list[Any] = []
 """Losses as numbers; on a GPU as tensors, which are read at the end only, to avoid synchronization."""
 outputs: list[torch.Tensor] = []
@@ -65,7 +72,7 @@ _done = threading.Lock()
 _clean = 0
 _profiled_from: int | None = None
 _counting = False
-_warm_s = time.time()
+_warm_s, _warm_ns = time.time(), time.perf_counter_ns()
 _out_of_time = False
 _owner = os.getpid()
 _arrivals: list[int] = []
@@ -107,9 +114,10 @@ def _epoch(loader: loaders.Loader) -> None:
 def _backward(tensors: Any) -> None:
     loss = hooks.scalar(tensors)
     if loss is not None and len(losses) < 10_000:
-        losses.append(float(hooks.tensor_item(loss)) if loss.device.type == "cpu" else loss)
-    facts.note_anomaly_mode()
-    if facts.reduces_gradients():
+        losses.append(float(hooks.tensor_item(loss)) if loss.is_cpu else loss.detach())
+    if torch.is_anomaly_enabled():
+        facts.note_anomaly_mode()
+    if facts.parallel and facts.reduces_gradients():
         clock.add(("reduce",), 0)
         _arrivals.append(time.perf_counter_ns())
 
@@ -119,45 +127,54 @@ def _forward(module: Any, call: Any, args: tuple[Any, ...], kwargs: dict[str, An
     start = time.perf_counter_ns()
     output = call(*args, **kwargs)
     ns = time.perf_counter_ns() - start
+    if isinstance(module, _Loss):
+        return output
     clock.enter(clock.PROBE)
-    number = facts.module_number(module, args, kwargs)
-    if number is not None:
-        training, gradients = module.training, torch.is_grad_enabled()
-        if not (training and gradients):
-            _evaluations += 1
-        clock.add(("module", number, training), ns)
-        entry = [number, training, ns, 0, start, None]
-        _calls[number] = count = _calls.get(number, 0) + training
-        if gradients and len(graphs) < 20_000 and not (training and count > MOST_GRAPH_CALLS):
-            nodes = [tensor.grad_fn for tensor in first_tensors(output) if tensor.grad_fn is not None]
-            for node in nodes:
-                node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))
-            if nodes:
-                entry[5] = caller(sys._getframe(1))
-                graphs.append(entry)
-        if not losses and len(outputs) < 200:
-            found = first_tensors(output, most=1)
-            if found and found[0].is_floating_point():
-                outputs.append(found[0].detach().abs().mean())
+    number = facts.note_call(module, args, kwargs)
+    training, gradients = module.training, torch.is_grad_enabled()
+    if not (training and gradients):
+        _evaluations += 1
+    clock.add(("module", number, training), ns)
+    entry = [number, training, ns, 0, start, None]
+    _calls[number] = count = _calls.get(number, 0) + training
+    if gradients and len(graphs) < 20_000 and not (training and count > MOST_GRAPH_CALLS):
+        nodes = [tensor.grad_fn for tensor in first_tensors(output) if tensor.grad_fn is not None]
+        for node in nodes:
+            node.register_prehook(lambda _, entry=entry: entry.__setitem__(3, 1))
+        if nodes:
+            entry[5] = caller(sys._getframe(1))
+            graphs.append(entry)
+    if not losses and len(outputs) < 200:
+        found = first_tensors(output, most=1)
+        if found and found[0].is_floating_point():
+            outputs.append(found[0].detach().abs().mean())
     clock.leave()
     return output
 
 
+_usage = (0, 0, 0)
+_usage_read_ns = -USAGE_EVERY_NS
+"""Time at which ``_usage`` (minor page faults, resident bytes, CPU time in ns) was read."""
+
+
 def _snapshot() -> Snapshot:
+    global _usage, _usage_read_ns
     now, totals = clock.reading()
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    resident = lines.resident()
-    cpu = round((usage.ru_utime + usage.ru_stime) * 1e9)
-    return now, totals, usage.ru_minflt, resident, _evaluations, _iterators, cpu
+    if now - _usage_read_ns >= USAGE_EVERY_NS:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        _usage = usage.ru_minflt, lines.resident(), round((usage.ru_utime + usage.ru_stime) * 1e9)
+        _usage_read_ns = now
+    faults, resident, cpu = _usage
+    return now, totals, faults, resident, _evaluations, _iterators, cpu
 
 
 def _mark(key: Key) -> None:
-    global _clean, _profiled_from, _busy_at_start, _warm_s
+    global _clean, _profiled_from, _busy_at_start, _warm_s, _warm_ns
     now = _snapshot()
     of_key = marks.setdefault(key, [])
     before = of_key[-1] if of_key else None
     of_key.append(now)
-    tallies.append((now[0], list(clock.take_tally().items())))
+    tallies.append((now[0], clock.take_tally()))
     if _busy_at_start is None:
         _busy_at_start = facts.cpu_usage()
     if steps.anchor is None:
@@ -166,22 +183,26 @@ def _mark(key: Key) -> None:
         return
     count = len(of_key)
     mixed = before is not None and now[4:6] != before[4:6]
+    unusual = mixed and _profiled_from is not None and 2 * _clean > _profiled_from - WARM_UP
     if _counting:
+        if unusual and not _out_of_time and line_counts.restart():
+            return
         line_counts.stop()
         finish(False)
         return
     if _profiled_from is not None:
-        if not _counting and (operators.end_step(mixed and 2 * _clean > _profiled_from - WARM_UP) or _out_of_time):
+        if not _counting and (operators.end_step(unusual) or _out_of_time):
             operators.stop()
             _count_lines()
         return
     if count == WARM_UP:
-        _warm_s = time.time()
+        _warm_s, _warm_ns = time.time(), now[0]
     if before is not None and count > WARM_UP:
         _clean += not mixed
-    wanted = int(PLAN.get("steps") or 40)
-    enough = _clean >= wanted or count - WARM_UP >= (wanted if 2 * _clean < count - WARM_UP else 3 * wanted)
-    growth.check(count - WARM_UP, enough)
+    measured = count - WARM_UP
+    enough = _clean >= WANTED or (measured >= WANTED and 2 * _clean < measured)
+    enough = (enough and now[0] - _warm_ns >= LEAST_NS) or measured >= 3 * WANTED
+    growth.check(measured, enough)
     if enough or _out_of_time:
         if _out_of_time:
             finish(False)
@@ -200,7 +221,8 @@ def _count_lines() -> None:
     global _counting
     if _out_of_time:
         finish(False)
-    _counting = lines.paused = True
+    _counting = True
+    lines.sampling.clear()
     if rank() == 0:
         attempt(_write, False, "early")
         line_counts.start(compiled=facts.forbids_dispatch_mode())
@@ -254,9 +276,7 @@ def _write(finished: bool, name: str = "log") -> None:
             "started_s": _age_s + (first_ns - _began_ns) / 1e9,
             "marks": measured,
             "warm_up": WARM_UP,
-            "tallies": [
-                [ns, [[facts.key_as_json(key), found] for key, found in entries]] for ns, entries in tallies if ns <= last_ns
-            ],
+            "tallies": [[ns, facts.tally_as_json(entries)] for ns, entries in tallies if ns <= last_ns],
             "samples": facts.samples_as_json(first_ns, last_ns),
             "stacks": facts.stacks(),
             "spans": [span for span in clock.spans if first_ns <= span[1] <= last_ns],

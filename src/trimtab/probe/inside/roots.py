@@ -48,14 +48,11 @@ def _watch(cls: type) -> None:
             depth = clock.enter(clock.FORWARD)
             _inside = True
             called.add(id(self))
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return original(self, *args, **kwargs)
-
+            call = functools.partial(original, self)
             try:
-                for wrapper in _wrappers:
+                for wrapper in _wrappers[:-1]:
                     call = functools.partial(_bound, wrapper, self, call)
-                return call(*args, **kwargs)
+                return _wrappers[-1](self, call, args, kwargs) if _wrappers else call(*args, **kwargs)
             finally:
                 _inside = False
                 if after:

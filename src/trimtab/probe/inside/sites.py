@@ -33,6 +33,9 @@ _known: dict[int, tuple[CodeType, int]] = {}
 """Id of a code object -> the object, which keeps it alive, and its kind. The key is the id, because Python does not cache the
 hash of a code object, which covers all constants and inner functions."""
 _places: dict[tuple[int, int], Place] = {}
+_at_instruction: dict[tuple[int, int], Place] = {}
+"""Id of a code object that ``_known`` keeps alive, and offset of an instruction -> its line. ``frame.f_lineno`` decodes the
+line table from the start of the code, which takes long in a script without functions."""
 _files: dict[str, tuple[str, int]] = {}
 """Site -> file and line, of every site that :func:`site` returned."""
 
@@ -68,18 +71,40 @@ def place_of(code: CodeType, line: int) -> Place:
     return found
 
 
+def _place_at(frame: FrameType) -> Place:
+    """The current line of a frame of the script."""
+    place = place_of(frame.f_code, frame.f_lineno)
+    _at_instruction[id(frame.f_code), frame.f_lasti] = place
+    return place
+
+
 def caller(frame: FrameType | None) -> Place | None:
     """The innermost line of the script at or above ``frame``; without one, the innermost outside torch and the probe."""
     here, fallback = frame, None
     while here is not None:
-        code = here.f_code
-        kind = _kind(code)
+        found = _at_instruction.get((id(here.f_code), here.f_lasti))
+        if found is not None:
+            return found
+        kind = _kind(here.f_code)
         if kind == _SCRIPT:
-            return place_of(code, here.f_lineno)
+            return _place_at(here)
         if kind == _LIBRARY and fallback is None:
             fallback = here
         here = here.f_back
     return None if fallback is None else place_of(fallback.f_code, fallback.f_lineno)
+
+
+def stack(frame: FrameType | None) -> tuple[Place, ...]:
+    """The lines of the script at and above ``frame``, the innermost first."""
+    found = []
+    while frame is not None:
+        place = _at_instruction.get((id(frame.f_code), frame.f_lasti))
+        if place is not None:
+            found.append(place)
+        elif _kind(frame.f_code) == _SCRIPT and frame.f_lineno is not None:  # none between two lines
+            found.append(_place_at(frame))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def running() -> list[FrameType]:
