@@ -352,6 +352,13 @@ def test_remedies_are_those_that_the_evidence_asks_for() -> None:
     unused = found(FAULTS["gradients_for_nothing"]["inference"], "gradients_for_nothing")
     assert unused.edit.replacement == "    with torch.no_grad():\n        loss = criterion(model(x), y)"
     assert found(FAULTS["memory_growth"]["a leak"], "memory_growth").level == "error"
+    for reason, settings in (
+        ("tensor 'x' size mismatch at index 1. expected 40, actual 48", ScriptSettings(compile_dynamic=True)),
+        ("x.size()[0] == 4", ScriptSettings(compile_dynamic=True)),
+        ("self.step == 3", None),
+    ):
+        again = changed(recompiles=(RecompileRecord(site="model.py:7", reason=reason, recompiles=5, ms=4000.0),))
+        assert found(again, "recompiles").settings == settings
 
 
 def test_a_dear_example_comes_before_workers_that_would_only_share_it_out() -> None:

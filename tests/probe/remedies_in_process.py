@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate
 
@@ -196,6 +197,25 @@ def test_anomaly_mode_stays_off_and_comes_back() -> None:
     assert not torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(False)
     assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize(("settings", "frames"), [({"compile_dynamic": True}, 1), ({}, 3)])
+@pytest.mark.parametrize("decorated", [True, False])
+def test_the_script_compiles_for_dynamic_sizes(settings: dict[str, Any], frames: int, decorated: bool) -> None:
+    apply(settings)
+    counter = CompileCounter()
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    made = (
+        torch.compile(backend=counter, dynamic=False)(double)
+        if decorated
+        else torch.compile(double, backend=counter, dynamic=False)
+    )
+    for rows in (3, 5, 7):
+        assert torch.equal(made(torch.ones(rows, 2)), torch.full((rows, 2), 2.0))
+    assert counter.frame_count == frames
 
 
 def test_threads_hold_against_the_script() -> None:

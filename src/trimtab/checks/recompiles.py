@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from trimtab.checks._script import edit, step_share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
+from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
+
+
+SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)|size of")
+"""Reasons of a recompilation that name a size of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Recompiles(ScriptCheck):
                     evidence={"recompiles": each.recompiles, "compile_ms": each.ms, "reason": each.reason},
                     where=each.site or None,
                     category="step",
+                    settings=ScriptSettings(compile_dynamic=True) if SIZES.search(each.reason or "") else None,
                     edit=edit(subject, each.site, "Pad to few shapes, or compile with dynamic=True."),
                     share=taken,
                 )

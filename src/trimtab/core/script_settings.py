@@ -39,6 +39,8 @@ class ScriptSettings:
     channels_last: bool = False
     autocast: Literal["bfloat16", "float16"] | None = None
     compile: bool = False
+    compile_dynamic: bool = False
+    """Whether what the script compiles with ``torch.compile`` is compiled for dynamic sizes, whatever the script asks for."""
     debug_off: bool = False
     """Whether anomaly mode stays off."""
     float32: bool = False
@@ -59,7 +61,7 @@ class ScriptSettings:
     @property
     def fresh(self) -> bool:
         """Whether these settings need a new process; others can be switched between two steps."""
-        return bool(self.loaders or self.environment or self.keep_freed or self.files)
+        return bool(self.loaders or self.environment or self.keep_freed or self.compile_dynamic or self.files)
 
     def changes(self) -> dict[str, Any]:
         """The fields with a value other than the default."""

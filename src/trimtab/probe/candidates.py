@@ -39,6 +39,8 @@ def _step(record: ProbeRecord) -> Iterator[ScriptSettings]:
         yield ScriptSettings(optimizer="fused")
     elif any(optimizer.kernel == "single" for optimizer in own):
         yield ScriptSettings(optimizer="foreach")
+    if any(each.recompiles for each in record.recompiles):
+        yield ScriptSettings(compile_dynamic=True)
     if any(optimizer.zero_filled for optimizer in record.optimizers):
         yield ScriptSettings(set_to_none=True)
     faults = record.memory.page_faults if record.memory is not None else 0.0

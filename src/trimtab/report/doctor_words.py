@@ -28,6 +28,7 @@ SETTINGS: Mapping[str, str] = {
     "trim_padding": "padding cut off",
     "channels_last": "channels_last layout",
     "compile": "torch.compile",
+    "compile_dynamic": "torch.compile(dynamic=True)",
     "debug_off": "anomaly mode off",
     "float32": "float32 in place of float64",
     "keep_freed": "freed memory kept in the process",

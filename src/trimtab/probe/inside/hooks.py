@@ -85,10 +85,9 @@ def _install_optimizers() -> None:
     def pre(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if get_ident() != MAIN or is_compiling():
             return None
-        _depths.append(clock.enter(clock.PROBE))
+        _depths.append(clock.enter(clock.OPTIMIZER))
         _closures.append(0)
         closure = kwargs.get("closure") if "closure" in kwargs else args[1] if len(args) > 1 else None
-        clock.switch(clock.OPTIMIZER)
         if not callable(closure):
             return None
 

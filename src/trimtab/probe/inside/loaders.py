@@ -38,7 +38,8 @@ class Loader:
 loaders: list[Loader] = []
 """In the order of creation."""
 _by_id: dict[int, Loader] = {}
-_by_iterator: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+_by_iterator: dict[int, tuple[weakref.ref[Any], Loader]] = {}
+"""By the id of the iterator. A ``WeakKeyDictionary`` would make a weak reference for each batch."""
 _arguments: list[Callable[[str, dict[str, Any]], None]] = []
 _epochs: list[Callable[[Loader], None]] = []
 at_batches: list[Callable[[Loader, Any], None]] = []
@@ -96,7 +97,8 @@ def _install_iteration() -> None:
                 iterator = original(self)
             finally:
                 clock.add(("epoch", entry.number), clock.leave())
-            _by_iterator[iterator] = entry
+            key = id(iterator)
+            _by_iterator[key] = weakref.ref(iterator, lambda _: _by_iterator.pop(key, None)), entry
             return iterator
 
         return __iter__
@@ -112,8 +114,9 @@ def _install_iteration() -> None:
                 clock.leave(depth)
                 raise
             ns = clock.switch(clock.PROBE, depth)
-            entry = _by_iterator.get(self)
-            if entry is not None:
+            found = _by_iterator.get(id(self))
+            if found is not None:
+                entry = found[1]
                 clock.add(("loader", entry.number), ns)
                 for callback in tuple(at_batches):
                     callback(entry, batch)
