@@ -136,6 +136,16 @@ def test_without_an_optimizer_a_backward_pass_ends_a_step(watch: Watch) -> None:
     assert record.optimizers == ()
 
 
+def test_a_compiled_model_that_meets_many_sizes_is_compiled_again(watch: Watch) -> None:
+    record = watch("compiled.py")
+    (again,) = record.recompiles
+    assert again.recompiles >= 10
+    assert "size mismatch" in again.reason
+    assert again.site.startswith("torch/_dynamo/"), "the model's class is torch's"
+    (module,) = record.modules
+    assert (module.compiled, module.calls) == (True, 1.0)
+
+
 def test_in_inference_a_batch_is_a_step(watch: Watch) -> None:
     record = watch("embed.py")
     assert (record.anchor, record.anchor_site) == ("batch", line("embed.py", "DataLoader(Texts"))

@@ -17,7 +17,7 @@ from trimtab.probe.inside import calls, hooks, lines, loaders, reading
 from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.remedies import process
 from trimtab.probe.inside.remedies.loaders import BatchReader, generators, same_state
-from trimtab.probe.inside.sites import FOLDER, Place, function_of, site, text_at
+from trimtab.probe.inside.sites import Place, function_of, short_path, site, text_at
 
 Json = dict[str, Any]
 
@@ -379,8 +379,9 @@ def _compilations(utils: Any, since: float) -> list[Json]:
         started = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
         if started < since or not getattr(each, "co_filename", None):
             continue
-        path = os.path.abspath(each.co_filename).removeprefix(FOLDER)
-        entry = found.setdefault(f"{path}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0})
+        entry = found.setdefault(
+            f"{short_path(each.co_filename)}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0}
+        )
         entry["recompiles"] += 1
         entry["reason"] = getattr(each, "recompile_reason", None) or entry["reason"]
         entry["seconds"] += getattr(each, "entire_frame_compile_time_s", None) or 0.0

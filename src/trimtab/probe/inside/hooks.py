@@ -20,8 +20,8 @@ from trimtab.probe.inside import clock
 from trimtab.probe.inside.plan import MAIN
 from trimtab.probe.inside.sites import Place, caller, site
 
-is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling
-"""Dynamo takes the call as the constant ``True``; elsewhere the function returns ``False`` at once."""
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+"""While Dynamo compiles, tensors of replaced functions are fake. A hook that read one would end the compilation."""
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:

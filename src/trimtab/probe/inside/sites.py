@@ -12,8 +12,12 @@ from trimtab.probe.inside.plan import PLAN
 
 FOLDER = os.path.join(os.path.abspath(PLAN.get("folder") or "."), "")
 _LIBRARIES = tuple(
-    sorted({os.path.join(os.path.realpath(path), "") for name, path in sysconfig.get_paths().items() if "lib" in name})
+    sorted(
+        {os.path.join(os.path.realpath(path), "") for name, path in sysconfig.get_paths().items() if "lib" in name},
+        reverse=True,
+    )
 )
+"""Folders of the standard library and of installed packages, inner folders first."""
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _PROBE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NEITHER, _LIBRARY, _SCRIPT = range(3)
@@ -121,17 +125,15 @@ def site(place: Place | None) -> str:
     """The site, such as ``train.py:35``; relative to the script's folder if it is in there; empty for ``None``."""
     if place is None:
         return ""
-    path = os.path.abspath(place.code.co_filename)
-    if path.startswith(FOLDER):
-        path = path[len(FOLDER) :]
-    else:
-        for library in _LIBRARIES:
-            if path.startswith(library):
-                path = path[len(library) :]
-                break
-    name = f"{path}:{place.line}"
+    name = f"{short_path(place.code.co_filename)}:{place.line}"
     _files[name] = place.code.co_filename, place.line
     return name
+
+
+def short_path(path: str) -> str:
+    """``path`` relative to the script's folder or to the folder of the installed packages, if it is in one of them."""
+    path = os.path.abspath(path)
+    return next((path[len(folder) :] for folder in (FOLDER, *_LIBRARIES) if path.startswith(folder)), path)
 
 
 def texts() -> dict[str, str]:
