@@ -247,7 +247,7 @@ class _Measuring:
         if self.busy is not None and settings.threads is not None:
             return _failed(settings, f"Numbers of threads cannot be compared now: {self.busy}.")
         every = _mixed_every(settings, self.record)
-        if problem := _too_rare(every, self.record, seconds):
+        if problem := _too_rare(every, settings, self.record, seconds):
             return _failed(settings, problem)
         with _explain_end(script):
             ratio = compare(
@@ -280,7 +280,7 @@ class _Measuring:
 
     def _compare_fresh(self, settings: ScriptSettings, seconds: float) -> Interval:
         given, every = self.baseline.merged(settings), _mixed_every(settings, self.record)
-        if problem := _too_rare(every, self.record, seconds):
+        if problem := _too_rare(every, settings, self.record, seconds):
             raise MeasurementError(problem)
         with self._serve(given) as candidate, self._serve(self.baseline) as written, _explain_end(candidate, written):
             return compare(
@@ -306,19 +306,22 @@ class _Measuring:
 
 
 def _mixed_every(settings: ScriptSettings, record: ProbeRecord) -> int:
-    """Steps per step with an evaluation, where such steps count: ``settings`` change what an evaluation or saving takes."""
-    if settings.without == "saving":
-        return 1
+    """Steps per step whose evaluation or saving ``settings`` change; such steps then count. 0 if there is none."""
+    if settings.without == "saving":  # blocks with and without a save would hide how long a save takes
+        saves = [call for call in record.calls if call.name == "torch.save" and call.calls]
+        return max(1, round(1 / max(saves, key=lambda call: call.ms).calls)) if saves else 1
     changes = settings.no_grad or settings.without == "evaluation"
     return math.ceil(record.evaluation_every) if changes else 0
 
 
-def _too_rare(every: int, record: ProbeRecord, seconds: float) -> str | None:
-    """A sentence if four blocks, each from one evaluation to the next, take longer than ``seconds``."""
-    evaluation_s = record.run_s.get("evaluation", 0.0) / max(record.steps, 1)
-    if every < 2 or 4 * every * (record.step_ms / 1e3 + evaluation_s) <= seconds:
+def _too_rare(every: int, settings: ScriptSettings, record: ProbeRecord, seconds: float) -> str | None:
+    """A sentence if four blocks, each from one evaluation or save to the next, take longer than ``seconds``."""
+    saving = settings.without == "saving"
+    further_s = record.run_s.get("saving" if saving else "evaluation", 0.0) / max(record.steps, 1)
+    if every < 2 or 4 * every * (record.step_ms / 1e3 + further_s) <= seconds:
         return None
-    return f"One of {every} steps has an evaluation, too few to measure it in {seconds:.0f} s; give more with --budget."
+    has = "saves" if saving else "has an evaluation"
+    return f"One of {every} steps {has}, too few to measure it in {seconds:.0f} s; give more with --budget."
 
 
 @contextlib.contextmanager

@@ -31,7 +31,10 @@ SOCKET = "turns"
 SETTINGS = "settings.json"
 """Name of the file there in which rank 0 passes settings to the other ranks."""
 IDLE_NS = 20_000_000
-"""After a longer pause, loader workers have read ahead. As many steps as they read batches are then not recorded."""
+"""After a longer pause, loader workers have read ahead: see :data:`UNSTEADY`."""
+UNSTEADY = 2
+"""Steps after a pause that are not recorded, as a multiple of the batches that workers have read ahead. Steps wait neither for
+those batches, nor in full for the next ones, which the workers read meanwhile."""
 MIXED_EVERY = "mixed_every"
 """Steps per step with an evaluation. Blocks then hold such steps, and a multiple of as many steps."""
 MOST_READING_S, READING_POLL_S, READING_SHARE = 2.0, 0.02, 0.1
@@ -155,7 +158,7 @@ class _Server:
             yield from self._step()
             apply(self._pending)
             self._pending = None
-        read = _most_read_ahead() if self.idle > IDLE_NS else 0
+        read = UNSTEADY * _most_read_ahead() if self.idle > IDLE_NS else 0
         for _ in range(max(self._unsettled, steps, read)):
             yield from self._step()
         self._unsettled = self.idle = 0
