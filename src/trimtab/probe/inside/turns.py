@@ -115,7 +115,8 @@ class _Server:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.idle = 0
+        self.idle = IDLE_NS + 1
+        """Nanoseconds since the last recorded step; the script has waited for the driver."""
         self.done = 1
         """Steps since the script began to serve."""
         self._mixed_every = 0
