@@ -19,7 +19,16 @@ from trimtab.measure.host import computed_ns, descendants
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence, fingerprints
-from trimtab.probe.counterfactuals import Outcome, _Measuring, _mixed_every, _too_rare, compare_losses, confirm, measure
+from trimtab.probe.counterfactuals import (
+    Outcome,
+    _Measuring,
+    _mixed_every,
+    _too_rare,
+    compare_losses,
+    confirm,
+    least_confirm_s,
+    measure,
+)
 from trimtab.probe.loss_runs import verdict
 from trimtab.probe.serving import ServedScript, failure
 from trimtab.probe.tuning import _choices
@@ -184,6 +193,14 @@ def test_a_block_holds_as_many_steps_as_there_are_from_save_to_save() -> None:
     )
 
 
+def test_a_confirmation_needs_two_starts_and_the_losses() -> None:
+    command = Command.of(__file__)
+    seen = (record(start_s=start, step_ms=ms, cores=2) for start, ms in ((1.0, 1.0), (7.0, 400.0)))
+    short, slow = (least_confirm_s(command, each) for each in seen)
+    assert short == pytest.approx(2 * 1.0 + 1.0 + 2 * (1.0 + 24 * 0.001), rel=0.01)
+    assert slow == pytest.approx(2 * 7.0 + 1.0 + 2 * (7.0 + 24 * 0.4), rel=0.01)
+
+
 def test_time_is_kept_for_the_losses_of_what_is_surely_faster() -> None:
     measuring = _Measuring(Command.of(__file__), record(start_s=10.0), 100.0, False, None)
     sure = Outcome(settings=ScriptSettings(optimizer="fused"), gain=Interval(1.5, 1.4, 1.6))
@@ -215,6 +232,8 @@ def test_what_pays_is_confirmed_written_and_applied(script: pathlib.Path, tmp_pa
     confirmed = confirm(command, record(), settings, seconds=12)
     assert confirmed.gain is not None
     assert confirmed.losses == "equal"
+    again = confirm(command, record(start_s=30.0), settings, seconds=12, losses="within rounding")
+    assert (again.gain is not None, again.losses) == (True, "within rounding"), "as was known, and not compared again"
     configuration = configured(command, settings)
     configuration.write(tmp_path / "trimtab.toml")
     assert Configuration.read(tmp_path / "trimtab.toml") == configuration

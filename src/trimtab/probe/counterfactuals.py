@@ -109,12 +109,26 @@ def compare_losses(
 
 
 def confirm(
-    command: Command, record: ProbeRecord, settings: ScriptSettings, *, seconds: float, in_place: bool = False
+    command: Command,
+    record: ProbeRecord,
+    settings: ScriptSettings,
+    *,
+    seconds: float,
+    in_place: bool = False,
+    losses: Losses = "not compared",
 ) -> Outcome:
-    """Measure ``settings`` against the script as written in fresh processes, and compare the losses."""
+    """Measure ``settings`` against the script as written in fresh processes, and compare the losses, unless ``losses`` tells
+    what an earlier comparison has found."""
     measuring = _Measuring(command, record, seconds, in_place, None)
-    outcome = measuring.time_fresh(settings, max(LEAST_S, TIMING_SHARE * seconds - 2 * record.start_s))
-    return measuring.with_losses(outcome)
+    known = losses != "not compared"
+    timing = min(TIMING_SHARE * seconds, seconds - (0.0 if known else measuring.losses.next_s)) - 2 * record.start_s
+    outcome = measuring.time_fresh(settings, max(LEAST_S, timing))
+    return dataclasses.replace(outcome, losses=losses) if known else measuring.with_losses(outcome)
+
+
+def least_confirm_s(command: Command, record: ProbeRecord) -> float:
+    """Estimated seconds of :func:`confirm` with the shortest timing."""
+    return 2 * record.start_s + LEAST_S + LossRuns(command, record).next_s
 
 
 class _Measuring:

@@ -20,7 +20,7 @@ from trimtab.probe import configuration
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence
-from trimtab.probe.counterfactuals import Outcome, confirm, measure
+from trimtab.probe.counterfactuals import Outcome, confirm, least_confirm_s, measure
 from trimtab.probe.findings import run_checks
 from trimtab.probe.loss_runs import LossRuns
 from trimtab.probe.observe import observe
@@ -134,7 +134,8 @@ def tune_script(
         if known:
             progress(f"{counted(len(known), 'setting')} of {len(wanted)} measured before, in {study.folder}")
         wanted = [one for one in wanted if one not in [outcome.settings for outcome in known]]
-        left = budget_s - (time.monotonic() - start) - CONFIRM_SHARE * budget_s
+        confirming = min(max(CONFIRM_SHARE * budget_s, least_confirm_s(command, record)), 0.5 * budget_s)
+        left = budget_s - (time.monotonic() - start) - confirming
         if wanted:
             known += measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=progress, on_outcome=keep)
         outcomes = sorted(known, key=lambda each: -(each.gain.value if each.gain else 0.0))
@@ -144,7 +145,8 @@ def tune_script(
             if confirmed is None:
                 progress(f"confirming in fresh processes: {described(choice)}")
                 seconds = max(0.5 * CONFIRM_SHARE * budget_s, budget_s - (time.monotonic() - start))
-                confirmed = confirm(command, record, choice, seconds=seconds, in_place=in_place)
+                known_losses = {each.losses for each in outcomes if each.settings == choice} or {"not compared"}
+                confirmed = confirm(command, record, choice, seconds=seconds, in_place=in_place, losses=known_losses.pop())
                 study.keep_confirmed(choice, confirmed)
             if confirmed.pays:
                 kept = choice
