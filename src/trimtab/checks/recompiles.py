@@ -12,8 +12,8 @@ from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
 
-SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)|size of")
-"""Reasons of a recompilation that name a size of a tensor."""
+SIZES = re.compile(r"size mismatch|stride mismatch|\.size\(\)")
+"""Reasons of torch for a recompilation that name a size of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,8 +107,8 @@ class ServedScript:
         return ScriptFailed(str(error))
 
     def runner(self, settings: ScriptSettings, mixed_every: int = 0) -> StepRunner:
-        """A runner that times steps with ``settings``. With ``mixed_every``, the number of steps per evaluation, steps with an
-        evaluation count too."""
+        """A runner that times steps with ``settings``. With ``mixed_every``, the number of steps per evaluation or save,
+        steps with an evaluation count too."""
         return StepRunner(self, settings, mixed_every)
 
 

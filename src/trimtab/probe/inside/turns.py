@@ -36,7 +36,7 @@ UNSTEADY = 2
 """Steps after a pause that are not recorded, as a multiple of the batches that workers have read ahead. Steps wait neither for
 those batches, nor in full for the next ones, which the workers read meanwhile."""
 MIXED_EVERY = "mixed_every"
-"""Steps per step with an evaluation. Blocks then hold such steps, and a multiple of as many steps."""
+"""Steps per step with an evaluation or a save. Blocks then hold such steps, and a multiple of as many steps."""
 MOST_READING_S, READING_POLL_S, READING_SHARE = 2.0, 0.02, 0.1
 """Most seconds to wait for loader workers that read ahead, seconds between two looks at their CPU time, and the share of a CPU
 below which they count as idle."""
