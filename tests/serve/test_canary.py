@@ -52,7 +52,7 @@ def until(server: Server, words: str) -> list[tuple[int, Any]]:
 def test_a_good_version_takes_over_after_its_trial(net: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "artifact"
     shutil.copytree(net, folder)
-    with Server(tmp_path / "log", str(folder), *FLAGS, "--canary", "30%", "--canary-time", "1s", *ANY_SPEED) as server:
+    with Server(tmp_path / "log", str(folder), *FLAGS, "--canary", "30%", "--canary-time", "5s", *ANY_SPEED) as server:
         assert server.infer(ROWS)[0] == 200
         shutil.rmtree(folder)
         write(folder, seed=1)
