@@ -150,7 +150,10 @@ FAULTS: dict[str, dict[str, ProbeRecord]] = {
         "too many": changed(threads=16, calls=(call("torch.set_num_threads", 0.0, 0.0),)),
         "too few": changed(BY_HAND, threads=1, cpu_share=0.5),
     },
-    "page_faults": {"many": with_memory(page_faults=60_000.0)},
+    "page_faults": {
+        "many": with_memory(page_faults=60_000.0),
+        "huge pages": with_memory(page_faults=60_000.0, huge_pages={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+    },
     "gradients_for_nothing": {
         "inference": with_module(INFERENCE, training=False, gradients_unused=1.0, unused_ms=90.0, unused_site="train.py:38"),
         "validation": with_module(gradients_unused=0.3, unused_ms=90.0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -133,3 +135,42 @@ def test_the_named_compiler_wins(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
 def test_this_machine() -> None:
     assert system.affinity() >= 1
     assert system.os_name()
+
+
+THP = "sys/kernel/mm/transparent_hugepage/enabled"
+
+
+@pytest.mark.skipif(not system.has_glibc(), reason="glibc only")
+@pytest.mark.parametrize(
+    ("enabled", "given", "expected"),
+    [
+        ("always [madvise] never", {}, "glibc.malloc.hugetlb=1"),
+        ("always [madvise] never", {"GLIBC_TUNABLES": "glibc.malloc.check=1"}, "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
+        ("always [madvise] never", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, None),
+        ("[always] madvise never", {}, None),
+        ("always madvise [never]", {}, None),
+        (None, {}, None),
+    ],
+)
+def test_huge_pages_are_asked_for_where_the_kernel_gives_them_on_request(
+    tmp_path: pathlib.Path, enabled: str | None, given: dict[str, str], expected: str | None
+) -> None:
+    root = plant(tmp_path, {} if enabled is None else {THP: enabled})
+    found = system.huge_pages_variable(root, given)
+    assert found == ({} if expected is None else {"GLIBC_TUNABLES": expected})
+
+
+def test_the_variable_gives_huge_pages_to_a_new_process() -> None:
+    variable = system.huge_pages_variable(environment={})
+    if not variable:
+        pytest.skip("this kernel or C library gives no huge pages on request")
+    program = (
+        "block = bytearray(64 * 2**20)\n"
+        "print(sum(int(line.split()[1]) for line in open('/proc/self/smaps') if line.startswith('AnonHugePages')))"
+    )
+    words = [sys.executable, "-c", program]
+    held = [
+        int(subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | more).stdout)
+        for more in ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, variable)
+    ]
+    assert held[1] - held[0] > 32 * 1024, held

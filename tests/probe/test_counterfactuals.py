@@ -305,13 +305,13 @@ def test_candidates_fit_what_was_seen() -> None:
         loaders=(loader,),
         optimizers=(OptimizerRecord(site="a:1", name="Adam", tensors=9, elements=99, kernel="single", can_fuse=True),),
         modules=(ModuleRecord(name="Net", parameters=9, gradients_unused=0.5, convolutions=2, compiled=True),),
-        memory=MemoryRecord(peak_mb=1, at_start_mb=1, page_faults=2000),
+        memory=MemoryRecord(peak_mb=1, at_start_mb=1, page_faults=2000, huge_pages={"NAME": "value"}),
         cores=2,
         threads=2,
     )
     assert [described(each) for each in candidates(seen)] == [
         "no gradients in evaluation mode", "padding cut off", "channels_last layout", "fused optimizer",
-        "freed memory kept in the process", "1 worker, kept over epochs (train.py:3)", "1 thread",
+        "NAME=value", "freed memory kept in the process", "1 worker, kept over epochs (train.py:3)", "1 thread",
     ]  # fmt: skip
     assert all("worker" not in described(each) for each in candidates(record(loaders=(loader,), cores=1)))
 

@@ -17,8 +17,10 @@ class PageFaults(ScriptCheck):
     """Memory is given back to the system and asked for again in each step.
 
     The C library returns large freed blocks to the system, and the next step faults every page of 4 kB in again. A fault
-    costs at least a quarter of a microsecond, for its zeros alone.
-    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
+    costs at least a quarter of a microsecond, for its zeros alone. Huge pages of 2 MB need 512 times fewer faults; where the
+    system does not offer them, the C library can keep what is freed.
+    Source: https://sourceware.org/glibc/manual/latest/html_node/Memory-Allocation-Tunables.html and
+    https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
 
     least: float = 0.02
@@ -33,17 +35,23 @@ class PageFaults(ScriptCheck):
         taken = step_share(subject, faults * self.fault_us / 1e3)
         if taken < self.least:
             return []
+        variable = memory.huge_pages if memory is not None else {}
+        remedy = (
+            f"Start the script with {' '.join(f'{name}={value}' for name, value in variable.items())}, for pages of 2 MB in "
+            "place of 4 kB; trimtab run does so."
+            if variable
+            else "Keep freed memory in the process: trimtab run does so with keep_freed."
+        )
         message = (
             f"A step faults {faults:,.0f} pages in, {faults * 4096 / 1e6:.0f} MB that the step before gave back to the "
-            f"system, which takes at least {taken:.0%} of it. Keep freed memory in the process: trimtab run does so with "
-            "keep_freed."
+            f"system, which takes at least {taken:.0%} of it. {remedy}"
         )
         return [
             self.note(
                 message,
                 evidence={"faults_per_step": faults, "share": taken},
                 category="step",
-                settings=ScriptSettings(keep_freed=True),
+                settings=ScriptSettings(environment=variable) if variable else ScriptSettings(keep_freed=True),
                 share=taken,
             )
         ]

@@ -215,6 +215,9 @@ class MemoryRecord:
     """Share of the steps that left more memory held: at least a quarter of the mean growth."""
     page_faults: float = 0.0
     """Minor page faults per step."""
+    huge_pages: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The environment variable with which the C library asks for huge pages, where it does not yet; see
+    :func:`trimtab.hardware.system.huge_pages_variable`."""
     grows_at: str | None = None
     """The line whose objects hold the growth, where it was found."""
     lines: tuple[tuple[str, float], ...] = ()

@@ -263,6 +263,25 @@ KEEP_MEMORY: Mapping[int, tuple[int, ...]] = {-1: (2**31 - 1,), -3: (2**30, 2**2
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of malloc.h -> values to try in order; older glibc accepts only the smaller."""
 
 
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+
+
+def huge_pages_variable(root: pathlib.Path = ROOT, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variable with which the C library of a new process asks for huge pages; empty where it has no effect.
+
+    malloc of glibc 2.35 and later then advises the kernel to back blocks from 2 MB on with pages of 2 MB in place of 4 kB: a
+    step that allocates its activations anew has 512 times fewer page faults, and weights take fewer entries of the TLB. Results
+    stay. The variable has no effect where the kernel gives such pages always or never. A choice of the user's is kept.
+    Source: https://sourceware.org/glibc/manual/latest/html_node/Memory-Allocation-Tunables.html
+    """
+    given = environment.get(_TUNABLES, "")
+    library, version = platform.libc_ver()
+    if library != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < (2, 35) or _HUGE_PAGES in given:
+        return {}
+    enabled = read(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    return {_TUNABLES: f"{given}:{_HUGE_PAGES}=1".lstrip(":")} if "[madvise]" in enabled else {}
+
+
 def cache_folder() -> pathlib.Path:
     """The folder for caches: ``TRIMTAB_CACHE``, else ``trimtab`` in the user's cache folder. It is not created."""
     if folder := os.environ.get("TRIMTAB_CACHE"):

@@ -26,6 +26,7 @@ from trimtab.core.evidence import (
     SpanRecord,
     StackRecord,
 )
+from trimtab.hardware import system
 from trimtab.measure.quantiles import t_quantile
 from trimtab.probe.inside.clock import PHASES
 
@@ -440,6 +441,7 @@ def _memory(log: Json, marks: Sequence[Any], usages: Sequence[Usage], steps: _Cl
         growth_low_mb=low,
         rises=_mean([float(grown > max(RISE * slope, 0.0)) for grown in growths]),
         page_faults=_per_step(usages, "faults"),
+        huge_pages=system.huge_pages_variable(),
         grows_at=log["growth"].get("site") or None,
         lines=tuple(lines),
         curve=tuple(curve),

@@ -10,7 +10,8 @@ from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 WAITS = 0.03
 """Share of a step spent waiting for data from which on other workers are tried."""
 FAULT_MS, FAULTS = 0.4e-3, 0.01
-"""Estimated milliseconds of a page fault, and their share of a step from which on freed memory is kept."""
+"""Estimated milliseconds of a page fault, and their share of a step from which on huge pages, and keeping freed memory, are
+tried."""
 PADDING = 0.05
 """Share of padding from which on columns are trimmed."""
 
@@ -43,8 +44,10 @@ def _step(record: ProbeRecord) -> Iterator[ScriptSettings]:
         yield ScriptSettings(compile_dynamic=True)
     if any(optimizer.zero_filled for optimizer in record.optimizers):
         yield ScriptSettings(set_to_none=True)
-    faults = record.memory.page_faults if record.memory is not None else 0.0
-    if record.device == "cpu" and faults * FAULT_MS > FAULTS * record.step_ms:
+    memory = record.memory
+    if memory is not None and record.device == "cpu" and memory.page_faults * FAULT_MS > FAULTS * record.step_ms:
+        if memory.huge_pages:
+            yield ScriptSettings(environment=memory.huge_pages)
         yield ScriptSettings(keep_freed=True)
 
 
