@@ -199,14 +199,13 @@ class ManualStep(Step):
         if self.hooks is not None:
             self.hooks.call("after_backward")
         check, norm = self._clip_and_check(parameters)
-        if check is None:
-            check = torch.zeros((), device=self._result.check.device)
+        check = 0.0 if check is None else check
         applied, overflowed = self._may_step(check, optimizer)
-        done, both = self._result, self._result.check + check
+        done, both = self._result, torch.as_tensor(self._result.check + check)
         self._result = Update(both, both, norm if norm is not None else done.norm, done.applied and applied, overflowed)
         return applied
 
-    def _may_step(self, check: torch.Tensor, optimizer: Optimizer) -> tuple[bool, bool]:
+    def _may_step(self, check: Weight, optimizer: Optimizer) -> tuple[bool, bool]:
         """Whether ``optimizer`` makes its step; if not, whether float16's loss scale was too large."""
         nonfinite = self.settings.optimizer.nonfinite
         if self._scales_loss:
@@ -214,7 +213,8 @@ class ManualStep(Step):
             return not found_inf, found_inf and self.scaler.get_scale() > LEAST_SCALE
         if nonfinite in ("skip", "stop"):
             return math.isfinite(float(check)), False
-        if nonfinite == "raise" and check.device.type == "cpu" and not math.isfinite(float(check)):
+        on_cpu = isinstance(check, float) or check.device.type == "cpu"
+        if nonfinite == "raise" and on_cpu and not math.isfinite(float(check)):
             name = next(name for name, each in self.optimizers.items() if each is optimizer)
             raise NonFiniteError(
                 f"The gradient for the optimizer {name!r} is not finite: its norm or sum is {float(check)}. Lower the learning "

@@ -154,11 +154,13 @@ class World:
         found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return found
 
-    def total(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    def total(self, grads: Sequence[torch.Tensor]) -> Weight:
         """A real number that is finite if all gradients are: their sum, or their norm if the sum might overflow."""
         kinds = {(grad.device, grad.dtype) for grad in grads}
         if len(kinds) != 1 or grads[0].dtype == torch.float16 or grads[0].is_complex():
             return self.norm(grads)
+        if grads[0].device.type == "cpu":  # no device waits, and adding numbers takes two thirds of the time of adding tensors
+            return float(sum(grad.sum().item() for grad in grads))
         return torch.stack([grad.sum() for grad in grads]).sum()
 
     def scale(self, grads: Sequence[torch.Tensor], factor: Weight) -> None:
