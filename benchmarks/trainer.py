@@ -354,8 +354,9 @@ class Script:
         made.fit(self._example.loader(*([made.model] if plays else [])), steps=updates)
 
     def _trainer(self) -> Trainer:
-        """The Trainer of the script; like the loops by hand it does not look whether a gradient is finite."""
+        """The Trainer of the script. Like the loops by hand it does not check gradients, and does not validate."""
         made: Trainer = self._example.trainer(progress=False)
+        made.context.metrics = {}
         made.context.settings = made.settings.replaced({"optimizer.nonfinite": "ignore"})
         return made
 

@@ -88,6 +88,15 @@ def test_it_goes_on_after_a_kill(example: ModuleType, tmp_path: pathlib.Path) ->
     torch.testing.assert_close(made.model.state_dict(), by_hand(example), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("side", [False, True], ids=["trainer", "by_hand"])
+def test_the_benchmark_times_its_updates(example: ModuleType, side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = importlib.import_module("trainer").Script(example.__name__, by_hand=side)
+    first, second = script.block(2)
+    assert first == second > 0
+
+
 def test_the_table_of_lines_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     scripts = importlib.import_module("lightning_scripts")
