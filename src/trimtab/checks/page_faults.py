@@ -31,11 +31,12 @@ class PageFaults(ScriptCheck):
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
         """Minor page faults per step."""
         memory = subject.memory
-        faults = 0.0 if memory is None else memory.page_faults
+        if memory is None:
+            return []
+        faults, variable = memory.page_faults, memory.huge_pages
         taken = step_share(subject, faults * self.fault_us / 1e3)
         if taken < self.least:
             return []
-        variable = memory.huge_pages if memory is not None else {}
         remedy = (
             f"Start the script with {' '.join(f'{name}={value}' for name, value in variable.items())}, for pages of 2 MB in "
             "place of 4 kB; trimtab run does so."

@@ -205,7 +205,7 @@ class ManualStep(Step):
         self._result = Update(both, both, norm if norm is not None else done.norm, done.applied and applied, overflowed)
         return applied
 
-    def _may_step(self, check: Weight, optimizer: Optimizer) -> tuple[bool, bool]:
+    def _may_step(self, check: torch.Tensor | float, optimizer: Optimizer) -> tuple[bool, bool]:
         """Whether ``optimizer`` makes its step; if not, whether float16's loss scale was too large."""
         nonfinite = self.settings.optimizer.nonfinite
         if self._scales_loss:

@@ -45,7 +45,7 @@ class Update(NamedTuple):
 
     loss: torch.Tensor
     """Mean over all batches of the update, on all processes."""
-    check: Weight
+    check: torch.Tensor | float
     """A scalar that is finite if the whole gradient is: its norm, or if no norm is needed the sum of its elements, which takes
     half the time. With ``nonfinite="ignore"`` it may be the loss."""
     norm: torch.Tensor | None
@@ -246,7 +246,7 @@ class Step:
         check, norm = self._clip_and_check(parameters)
         return self._checked(Update(loss, loss if check is None else check, norm, applied=True))
 
-    def _clip_and_check(self, parameters: Sequence[nn.Parameter]) -> tuple[Weight | None, torch.Tensor | None]:
+    def _clip_and_check(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor | float | None, torch.Tensor | None]:
         """Clip the gradients of ``parameters``, by the norm of all of them.
 
         Returns:

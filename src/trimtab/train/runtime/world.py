@@ -154,7 +154,7 @@ class World:
         found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return found
 
-    def total(self, grads: Sequence[torch.Tensor]) -> Weight:
+    def total(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | float:
         """A real number that is finite if all gradients are: their sum, or their norm if the sum might overflow."""
         kinds = {(grad.device, grad.dtype) for grad in grads}
         if len(kinds) != 1 or grads[0].dtype == torch.float16 or grads[0].is_complex():
