@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -11,7 +12,19 @@ import time
 
 import pytest
 
-from trimtab.measure.host import TICK_NS, Host, Snapshot, descendants, foreign, stolen, usage, waited_ns, waits
+from trimtab.measure.host import (
+    TICK_NS,
+    Host,
+    Snapshot,
+    any_runnable,
+    computed_ns,
+    descendants,
+    foreign,
+    stolen,
+    usage,
+    waited_ns,
+    waits,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -147,6 +160,31 @@ def test_threads_that_share_a_core_wait_for_it() -> None:
     if not before:
         pytest.skip("this system does not tell how long threads wait")
     assert waited > 0.3 * wall, "it runs a third of the time, or less"
+
+
+@linux
+def test_a_process_that_is_kept_from_a_core_is_runnable_and_does_not_compute() -> None:
+    core = min(os.sched_getaffinity(0))
+    pin = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\n"
+    with contextlib.ExitStack() as stack:
+
+        def started(code: str, nice: int) -> int:
+            command = ["nice", "-n", str(nice), sys.executable, "-c", pin + code]
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            process.stdout.readline()
+            return process.pid
+
+        asleep, kept = started("import time; time.sleep(60)", 0), started(BURN.format(60), 19)
+        other = started(BURN.format(60), 0)
+        time.sleep(0.5)
+        before = computed_ns([kept]), computed_ns([other])
+        time.sleep(1)
+        assert computed_ns([kept]) - before[0] < (computed_ns([other]) - before[1]) / 4
+        assert [any_runnable([pid]) for pid in (asleep, kept, other)] == [False, True, True]
+        assert any_runnable([asleep, kept])
+    assert not any_runnable([kept])
 
 
 def test_how_long_threads_that_are_gone_have_waited_is_not_known(tmp_path: pathlib.Path) -> None:

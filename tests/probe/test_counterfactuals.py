@@ -138,7 +138,7 @@ def test_batches_that_workers_read_during_a_pause_make_no_step_faster(script: pa
 
 def test_workers_have_read_ahead_before_the_other_side_has_its_turn(script: pathlib.Path) -> None:
     """They took the CPUs of the script as written, which seemed slower."""
-    slow = "class Slow(TensorDataset):\n    def __getitem__(self, i): return super().__getitem__(sum(range(200_000)) and i)\n"
+    slow = "class Slow(TensorDataset):\n    def __getitem__(self, i): return super().__getitem__(sum(range(100_000)) and i)\n"
     text = SCRIPT.replace("data = TensorDataset(", f"{slow}data = Slow(")
     script.write_text(text.replace("batch_size=16,", "batch_size=16, num_workers=2, persistent_workers=True,"))
     settings, seen = ScriptSettings(), record(anchor_site=f"train.py:{STEP_LINE + 2}")
@@ -147,7 +147,7 @@ def test_workers_have_read_ahead_before_the_other_side_has_its_turn(script: path
         pids = descendants({served.process.pid})
         before = computed_ns(pids)
         time.sleep(0.1)
-        assert computed_ns(pids) - before < 20e6, "two workers that read compute for 0.2 s"
+        assert computed_ns(pids) - before < 20e6, "two workers that read compute for up to 0.2 s"
     assert before > 100e6
 
 

@@ -183,6 +183,11 @@ def computed_ns(pids: Iterable[int], proc: pathlib.Path = pathlib.Path("/proc"))
     return total
 
 
+def any_runnable(pids: Iterable[int], proc: pathlib.Path = pathlib.Path("/proc")) -> bool:
+    """Whether the main thread of a process computes, or waits for a core, at this moment."""
+    return any(fields[0] == b"R" for pid in pids if (fields := _stat(proc / str(pid))))
+
+
 def descendants(roots: Collection[int], proc: pathlib.Path = pathlib.Path("/proc")) -> set[int]:
     """``roots`` and all living processes below them."""
     children: dict[int, list[int]] = {}
@@ -205,12 +210,17 @@ def _listed(folder: pathlib.Path) -> list[str]:
 
 
 def _parent(folder: pathlib.Path) -> int | None:
+    fields = _stat(folder)
+    return int(fields[1]) if len(fields) > 1 else None
+
+
+def _stat(folder: pathlib.Path) -> list[bytes]:
+    """The fields of ``/proc/<pid>/stat`` from the state on; empty for a process that has just ended."""
     try:
         text = (folder / "stat").read_bytes()
-    except OSError:  # the process has just ended
-        return None
-    fields = text.rpartition(b")")[2].split()  # the process name before it may contain spaces and brackets
-    return int(fields[1]) if len(fields) > 1 else None
+    except OSError:
+        return []
+    return text.rpartition(b")")[2].split()  # the process name before it may contain spaces and brackets
 
 
 def _usable_cpus(pids: Iterable[int]) -> frozenset[int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trimtab.measure.host import computed_ns, waited_ns, waits
+from trimtab.measure.host import any_runnable, computed_ns, waited_ns, waits
 from trimtab.measure.remote import LONGEST_REQUEST, listening
 from trimtab.measure.timer import pace, unrecorded_calls
 from trimtab.probe.inside import loaders, roots, steps
@@ -210,7 +210,7 @@ def _await_workers() -> int:
     while time.perf_counter_ns() - begun < 1e9 * MOST_READING_S:
         time.sleep(READING_POLL_S)
         now = computed_ns(pids)
-        if now - before < 1e9 * READING_SHARE * READING_POLL_S:
+        if now - before < 1e9 * READING_SHARE * READING_POLL_S and not any_runnable(pids):  # not: kept from a core by others
             break
         before = now
     return time.perf_counter_ns() - begun
