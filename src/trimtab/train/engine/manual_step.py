@@ -54,7 +54,7 @@ class ManualStep(Step):
         """Weight of this batch, by the name of the optimizers that have its gradients."""
         self._count = 1
         self._examples = 1
-        self._result = Update(torch.zeros(()), torch.zeros(()), None, applied=True)
+        self._no_step = self._result = Update(torch.zeros(()), 0.0, None, applied=True)
         self._stepped: set[str] = set()
         self._unscaled = False
         """Whether float16's scaler has seen gradients of this update."""
@@ -70,8 +70,8 @@ class ManualStep(Step):
         self._stepped.clear()
         self._unscaled = False
         self._update_count += 1
-        discard(self._parameters)
-        self._result = Update(torch.zeros(()), torch.zeros((), device=run.context.device), None, applied=True)
+        discard(parameters := self._parameters)
+        self._result = self._no_step
         losses: list[torch.Tensor] = []
         weights: list[Weight] = []
         with self.world.manual_update(), STEP:
@@ -87,16 +87,18 @@ class ManualStep(Step):
             if self._unscaled and self._scales_loss:
                 self._adapt_scale(self._result)
         if not self.world.used:  # a signal ended the loaders of all processes: this update does not count
-            discard(self._parameters)
+            discard(parameters)
             return self._result._replace(loss=losses[-1], applied=False)
-        unused = ", ".join(name for name in self.optimizers if name in {*self._totals, *self._batch_weight} - self._stepped)
-        discard(self._parameters)
+        unused = ""
+        if left := {*self._totals, *self._batch_weight} - self._stepped:
+            unused = _UNUSED.format(", ".join(name for name in self.optimizers if name in left))
+        discard(parameters)
         self.clock.enter("other")
         loss, _ = self.world.mean(losses, weights, summed=False)
         update = self._result._replace(loss=loss)
         if self.settings.optimizer.nonfinite == "raise" and loss.device.type != "cpu":
             self._check_later(update)
-        return self._finish(update, batches, run, [_UNUSED.format(unused) if unused else None])
+        return self._finish(update, batches, run, [unused])
 
     def backward(self, loss: torch.Tensor, names: list[str], weight: float | None, *, retain_graph: bool) -> None:
         """Add the gradients of ``loss`` to those of the optimizers ``names``."""
@@ -117,9 +119,13 @@ class ManualStep(Step):
             if self._typical_weight is None:
                 self._typical_weight = float(counts) or 1.0
             loss = loss * (counts / self._typical_weight)
-        inputs = None if len(names) == len(self.optimizers) else self._parameters_of(names)
+        if self._scales_loss:
+            loss = self.scaler.scale(loss)
+        inputs = None
+        if len(names) != len(self.optimizers):
+            inputs = [each for name in names for each in self._parameters_of(name) if each.requires_grad]
         with self._no_autocast():
-            torch.autograd.backward(self.scaler.scale(loss), retain_graph=retain_graph, inputs=inputs)
+            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=inputs)
         torch.clear_autocast_cache()  # holds casts of parameters, with a graph that is freed now
         self.clock.enter("forward")
 
@@ -155,7 +161,7 @@ class ManualStep(Step):
 
     def _step_one(self, name: str, closure: Closure | None) -> bool:
         """The step of the optimizer ``name``."""
-        optimizer, parameters = self.optimizers[name], self._parameters_of([name])
+        optimizer, parameters = self.optimizers[name], self._parameters_of(name)
         self.clock.enter("optimizer")
         if name in self._stepped and self._scales_loss:
             raise WorkloadError(
@@ -174,7 +180,7 @@ class ManualStep(Step):
                     if self.hooks is not None:
                         self.hooks.call("before_step")
                     with UPDATING:
-                        self.scaler.step(optimizer)
+                        self.scaler.step(optimizer) if self._scales_loss else optimizer.step()
                     if self.hooks is not None:
                         self.hooks.call("after_step")
         discard(parameters)
@@ -193,16 +199,20 @@ class ManualStep(Step):
             self.clock.enter("optimizer")
             if not total:  # the gradients of no process count
                 return False
-        self.scaler.unscale_(optimizer)
-        self._unscaled = True
-        self._unweight(gradients_of(parameters), total if self._weighted_losses else None)
+        if self._scales_loss:
+            self.scaler.unscale_(optimizer)
+            self._unscaled = True
+        if self._weighted_losses:
+            self._unweight(gradients_of(parameters), total)
         if self.hooks is not None:
             self.hooks.call("after_backward")
         check, norm = self._clip_and_check(parameters)
-        check = 0.0 if check is None else check
+        check = 0.0 if check is None else _number(check)
         applied, overflowed = self._may_step(check, optimizer)
-        done, both = self._result, torch.as_tensor(self._result.check + check)
-        self._result = Update(both, both, norm if norm is not None else done.norm, done.applied and applied, overflowed)
+        done = self._result
+        self._result = Update(
+            done.loss, done.check + check, done.norm if norm is None else norm, done.applied and applied, overflowed
+        )
         return applied
 
     def _may_step(self, check: torch.Tensor | float, optimizer: Optimizer) -> tuple[bool, bool]:
@@ -213,11 +223,10 @@ class ManualStep(Step):
             return not found_inf, found_inf and self.scaler.get_scale() > LEAST_SCALE
         if nonfinite in ("skip", "stop"):
             return math.isfinite(float(check)), False
-        on_cpu = isinstance(check, float) or check.device.type == "cpu"
-        if nonfinite == "raise" and on_cpu and not math.isfinite(float(check)):
+        if nonfinite == "raise" and isinstance(check, float) and not math.isfinite(check):  # a number: on the CPU
             name = next(name for name, each in self.optimizers.items() if each is optimizer)
             raise NonFiniteError(
-                f"The gradient for the optimizer {name!r} is not finite: its norm or sum is {float(check)}. Lower the learning "
+                f"The gradient for the optimizer {name!r} is not finite: its norm or sum is {check}. Lower the learning "
                 'rate, clip with OptimizerSettings(clip_norm=1.0), or leave such steps out: nonfinite="skip".'
             )
         return True, False
@@ -231,7 +240,7 @@ class ManualStep(Step):
                 loss = closure()
             check, _ = self._clip_and_check(parameters)
             if check is not None:
-                self._may_step(check, optimizer)
+                self._may_step(_number(check), optimizer)
             return loss.detach()
 
         with UPDATING:
@@ -246,5 +255,15 @@ class ManualStep(Step):
         """A block without autocast."""
         return NO_OP if self.settings.precision.autocast is None else torch.autocast(self.settings.device, enabled=False)
 
-    def _parameters_of(self, names: list[str]) -> list[nn.Parameter]:
-        return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"] if p.requires_grad]
+    def _parameters_of(self, name: str) -> list[nn.Parameter]:
+        """The parameters of the optimizer ``name`` now: the function may add some."""
+        groups = self.optimizers[name].param_groups
+        if len(groups) == 1:
+            found: list[nn.Parameter] = groups[0]["params"]
+            return found
+        return [parameter for group in groups for parameter in group["params"]]
+
+
+def _number(check: torch.Tensor | float) -> torch.Tensor | float:
+    """``check`` as a number, unless reading it would wait for a GPU. Adding numbers takes less time than adding tensors."""
+    return check.item() if isinstance(check, torch.Tensor) and check.device.type == "cpu" else check

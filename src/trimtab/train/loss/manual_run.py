@@ -127,12 +127,15 @@ class ManualRun:
                 "The function that drives the update returned nothing and called no run.backward(loss): there is no loss to "
                 "report. Return one."
             )
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def _names(self, optimizer: str | Optimizer | None) -> list[str]:
         if optimizer is None:
             return list(self.optimizers)
-        found = [name for name, each in self.optimizers.items() if name == optimizer or each is optimizer]
+        if isinstance(optimizer, str):
+            found = [optimizer] if optimizer in self.optimizers else []
+        else:
+            found = [name for name, each in self.optimizers.items() if each is optimizer]
         if not found:
             given = repr(optimizer) if isinstance(optimizer, str) else of_type(optimizer)
             raise WorkloadError(f"The run has no optimizer {given}. It has {', '.join(map(repr, self.optimizers))}.")
