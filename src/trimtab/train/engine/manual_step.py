@@ -193,9 +193,9 @@ class ManualStep(Step):
         optimizer, total = self.optimizers[name], self._totals.pop(name, 0.0) + self._batch_weight.pop(name, 0.0)
         if self.world.size > 1:
             self.clock.enter("communication")
-            total = self.world.average_gradients(
-                parameters, total if self.world.counts else 0.0, list(self.optimizers).index(name)
-            )
+            trained = [each for each in parameters if each.requires_grad]
+            weight, place = total if self.world.counts else 0.0, list(self.optimizers).index(name)
+            total = self.world.average_gradients(trained, weight, place)
             self.clock.enter("optimizer")
             if not total:  # the gradients of no process count
                 return False
