@@ -11,6 +11,7 @@ import json
 import math
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from multiprocessing import AuthenticationError
@@ -34,12 +35,13 @@ IDLE_NS = 20_000_000
 """After a longer pause, loader workers have read ahead: see :data:`UNSTEADY`."""
 UNSTEADY = 2
 """Steps after a pause that are not recorded, as a multiple of the batches that workers have read ahead. Steps wait neither for
-those batches, nor in full for the next ones, which the workers read meanwhile."""
+those batches, nor in full for the next ones, which the workers read meanwhile. Without workers, as many steps fill the queue of
+a thread again, such as that of a TensorBoard writer."""
 MIXED_EVERY = "mixed_every"
 """Steps per step with an evaluation or a save. Blocks then hold such steps, and a multiple of as many steps."""
-MOST_READING_S, READING_POLL_S, READING_SHARE = 2.0, 0.02, 0.1
-"""Most seconds to wait for loader workers that read ahead, seconds between two looks at their CPU time, and the share of a CPU
-below which they count as idle."""
+MOST_REST_S, REST_POLL_S, REST_SHARE = 2.0, 0.02, 0.1
+"""Most seconds to wait for loader workers and threads of the script, seconds between two looks at their CPU time, and the share
+of a CPU below which they count as idle."""
 MOST_MIXED = 20
 """After this many mixed steps in a row, mixed steps are recorded too. A mixed step holds an evaluation or a new iterator."""
 Steps = Generator[None, tuple[int, bool], Any]
@@ -121,12 +123,17 @@ class _Server:
         """Steps since the script began to serve."""
         self._mixed_every = 0
         self._unsettled = 0
+        self._threads_work = False
+        """Whether steps hand work to threads of the script, which these do in the pauses too."""
+        self._threads_rest = True
+        """Whether these threads come to rest. Nothing waits for those that compute without end, such as an actor's."""
         self._pending: Mapping[str, Any] | None = None
 
     def answer(self, request: Mapping[str, Any]) -> Steps:
         verb, calls, count = request["do"], int(request.get("calls", 1)), int(request.get("count", 1))
         if verb == "hello":
-            return {"pid": self.pid, "threads": torch.get_num_threads() if waits(self.pid) else None}
+            known = waits(self.pid) and not _threads()
+            return {"pid": self.pid, "threads": torch.get_num_threads() if known else None}
         if verb == "pace":
             return {"ns": pace()}
         if verb == "set":
@@ -135,8 +142,13 @@ class _Server:
         if verb == "block":
             yield from self._run_unrecorded(unrecorded_calls(calls))
             least = max(1, _most_read_ahead(), self._mixed_every)
+            begun, before = time.perf_counter_ns(), computed_ns(_threads())
             times = yield from self._steps(math.ceil(calls / least) * least)
-            self.idle += _await_workers()
+            works = computed_ns(threads := _threads()) - before > REST_SHARE * (time.perf_counter_ns() - begun)
+            self._threads_work |= works
+            waited = _await_rest(_workers() + (threads if works and self._threads_rest else []))
+            self._threads_rest &= waited < 1e9 * MOST_REST_S
+            self.idle += waited
             return {"ns": times}
         if verb == "samples":
             yield from self._run_unrecorded(0)
@@ -159,7 +171,7 @@ class _Server:
             yield from self._step()
             apply(self._pending)
             self._pending = None
-        read = UNSTEADY * _most_read_ahead() if self.idle > IDLE_NS else 0
+        read = UNSTEADY * max(_most_read_ahead(), self._threads_work) if self.idle > IDLE_NS else 0
         for _ in range(max(self._unsettled, steps, read)):
             yield from self._step()
         self._unsettled = self.idle = 0
@@ -199,18 +211,27 @@ def _most_read_ahead() -> int:
     return max((_read_ahead(entry.ref()) for entry in loaders.loaders), default=0)
 
 
-def _await_workers() -> int:
-    """Wait until loader workers have read ahead, because they would take the CPUs of the other side's turn. Returns the
-    nanoseconds that it took; at most :data:`MOST_READING_S`."""
+def _workers() -> list[int]:
+    """Processes of loader workers that read ahead."""
+    return [child.pid for child in multiprocessing.active_children() if child.pid is not None] if _most_read_ahead() else []
+
+
+def _threads() -> list[int]:
+    """Threads that the script has started in Python, such as the one of a TensorBoard writer."""
+    main = threading.current_thread()
+    found = [each for each in threading.enumerate() if each is not main and each.name != "trimtab"]
+    return [each.native_id for each in found if each.native_id is not None]
+
+
+def _await_rest(ids: list[int]) -> int:
+    """Wait until processes and threads are at rest, because they would take the CPUs of the other side's turn. Returns the
+    nanoseconds that it took; at most :data:`MOST_REST_S`."""
     begun = time.perf_counter_ns()
-    if not _most_read_ahead():
-        return 0
-    pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-    before = computed_ns(pids)
-    while time.perf_counter_ns() - begun < 1e9 * MOST_READING_S:
-        time.sleep(READING_POLL_S)
-        now = computed_ns(pids)
-        if now - before < 1e9 * READING_SHARE * READING_POLL_S and not any_runnable(pids):  # not: kept from a core by others
+    before = computed_ns(ids)
+    while ids and time.perf_counter_ns() - begun < 1e9 * MOST_REST_S:
+        time.sleep(REST_POLL_S)
+        now = computed_ns(ids)
+        if now - before < 1e9 * REST_SHARE * REST_POLL_S and not any_runnable(ids):  # not: kept from a core by others
             break
         before = now
     return time.perf_counter_ns() - begun
