@@ -162,6 +162,15 @@ threading.Thread(target=write, daemon=True).start()
         assert min(times) >= 30e6, "nine take 36 ms, of two steps ten were taken for nothing"
 
 
+def test_a_thread_that_only_waits_leaves_samples_of_one_thread(script: pathlib.Path) -> None:
+    """As the one of a progress bar does."""
+    waits = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    script.write_text(SCRIPT.replace("torch.manual_seed(0)", f"{waits}\ntorch.manual_seed(0)", 1))
+    settings, seen = ScriptSettings(), record(anchor_site=f"train.py:{STEP_LINE + 1}")
+    with ServedScript(Command.of(script, args=["400"]), seen, settings, seconds=60, in_place=False) as served:
+        assert served.runner(settings).threads == 1
+
+
 def test_workers_have_read_ahead_before_the_other_side_has_its_turn(script: pathlib.Path) -> None:
     """They took the CPUs of the script as written, which seemed slower."""
     slow = "class Slow(TensorDataset):\n    def __getitem__(self, i): return super().__getitem__(sum(range(100_000)) and i)\n"

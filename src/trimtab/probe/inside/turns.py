@@ -42,6 +42,9 @@ MIXED_EVERY = "mixed_every"
 MOST_REST_S, REST_POLL_S, REST_SHARE = 2.0, 0.02, 0.1
 """Most seconds to wait for loader workers and threads of the script, seconds between two looks at their CPU time, and the share
 of a CPU below which they count as idle."""
+MOST_IDLE_NS = 2_000_000
+"""CPU time of the script's threads for one step, up to which samples of the main thread alone tell the time of a step. Threads
+that only wait, such as the one of a progress bar, have less."""
 MOST_MIXED = 20
 """After this many mixed steps in a row, mixed steps are recorded too. A mixed step holds an evaluation or a new iterator."""
 Steps = Generator[None, tuple[int, bool], Any]
@@ -132,7 +135,7 @@ class _Server:
     def answer(self, request: Mapping[str, Any]) -> Steps:
         verb, calls, count = request["do"], int(request.get("calls", 1)), int(request.get("count", 1))
         if verb == "hello":
-            known = waits(self.pid) and not _threads()
+            known = waits(self.pid) and not (yield from self._hands_over())
             return {"pid": self.pid, "threads": torch.get_num_threads() if known else None}
         if verb == "pace":
             return {"ns": pace()}
@@ -154,6 +157,16 @@ class _Server:
             yield from self._run_unrecorded(0)
             return {"samples": (yield from self._samples(count, calls))}
         return {"error": f"There is no request {verb!r}."}
+
+    def _hands_over(self) -> Generator[None, tuple[int, bool], bool]:
+        """Whether a step hands work to threads of the script; runs one step if there are any."""
+        threads = _threads()
+        if not threads:
+            return False
+        before = computed_ns(threads)
+        yield from self._step()
+        _await_rest(threads)
+        return computed_ns(threads) - before > MOST_IDLE_NS
 
     def _set(self, settings: Mapping[str, Any]) -> None:
         self._mixed_every = int(settings.get(MIXED_EVERY) or 0)
