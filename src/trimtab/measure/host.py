@@ -175,7 +175,7 @@ def waited_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:
 
 
 def computed_ns(pids: Iterable[int], proc: pathlib.Path = pathlib.Path("/proc")) -> int:
-    """Nanoseconds of CPU time of the main threads of processes; 0 for each that is unknown."""
+    """Nanoseconds of CPU time of the main threads of processes, or of threads by their ids; 0 for each that is unknown."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -184,7 +184,7 @@ def computed_ns(pids: Iterable[int], proc: pathlib.Path = pathlib.Path("/proc"))
 
 
 def any_runnable(pids: Iterable[int], proc: pathlib.Path = pathlib.Path("/proc")) -> bool:
-    """Whether the main thread of a process computes, or waits for a core, at this moment."""
+    """Whether a thread computes, or waits for a core, at this moment; of a process its main thread."""
     return any(fields[0] == b"R" for pid in pids if (fields := _stat(proc / str(pid))))
 
 

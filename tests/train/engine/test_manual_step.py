@@ -155,6 +155,21 @@ def test_accumulated_batches_of_unequal_size_count_by_their_examples() -> None:
     torch.testing.assert_close(model.weight, whole.weight)
 
 
+def test_a_loss_that_no_scale_of_float16_makes_finite_is_named() -> None:
+    """It was said to be 0, or the sum of the gradients."""
+
+    def endless(run: ManualRun, batch: torch.Tensor) -> torch.Tensor:
+        loss = run.model(batch).float().square().mean() * float("inf")
+        run.backward(loss)
+        run.step()
+        return loss
+
+    settings = Settings(precision=PrecisionSettings(autocast="float16"))
+    trainer = Trainer(nn.Linear(2, 1), loss=endless, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), settings=settings)
+    with pytest.raises(NonFiniteError, match="The loss was inf and the sum of its gradient (nan|inf)"):
+        trainer.fit(data(), epochs=20)
+
+
 def test_the_precision_of_a_driving_loss_is_that_of_the_settings() -> None:
     found: list[tuple[torch.dtype, torch.dtype]] = []
 

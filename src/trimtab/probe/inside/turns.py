@@ -95,8 +95,9 @@ def _watch_mixed() -> Callable[[], bool]:
 
 
 def _serve_driver() -> Steps:
+    server = _Server()
+    yield from server.watch_threads()  # before a driver connects, which waits seconds for an answer and not for a step
     with listening(os.path.join(PLAN["out"], SOCKET), bytes.fromhex(PLAN["key"])) as listener:
-        server = _Server()
         while True:
             try:
                 peer = listener.accept()
@@ -126,6 +127,8 @@ class _Server:
         """Steps since the script began to serve."""
         self._mixed_every = 0
         self._unsettled = 0
+        self.hands_over = False
+        """Whether the first step handed work to threads of the script."""
         self._threads_work = False
         """Whether steps hand work to threads of the script, which these do in the pauses too."""
         self._threads_rest = True
@@ -135,7 +138,7 @@ class _Server:
     def answer(self, request: Mapping[str, Any]) -> Steps:
         verb, calls, count = request["do"], int(request.get("calls", 1)), int(request.get("count", 1))
         if verb == "hello":
-            known = waits(self.pid) and not (yield from self._hands_over())
+            known = waits(self.pid) and not self.hands_over
             return {"pid": self.pid, "threads": torch.get_num_threads() if known else None}
         if verb == "pace":
             return {"ns": pace()}
@@ -158,15 +161,13 @@ class _Server:
             return {"samples": (yield from self._samples(count, calls))}
         return {"error": f"There is no request {verb!r}."}
 
-    def _hands_over(self) -> Generator[None, tuple[int, bool], bool]:
-        """Whether a step hands work to threads of the script; runs one step if there are any."""
-        threads = _threads()
-        if not threads:
-            return False
-        before = computed_ns(threads)
-        yield from self._step()
-        _await_rest(threads)
-        return computed_ns(threads) - before > MOST_IDLE_NS
+    def watch_threads(self) -> Steps:
+        """Find :attr:`hands_over` in one step, if the script has threads."""
+        if threads := _threads():
+            before = computed_ns(threads)
+            yield from self._step()
+            _await_rest(threads)
+            self.hands_over = computed_ns(threads) - before > MOST_IDLE_NS
 
     def _set(self, settings: Mapping[str, Any]) -> None:
         self._mixed_every = int(settings.get(MIXED_EVERY) or 0)

@@ -84,8 +84,8 @@ class ManualStep(Step):
                 weights.append(weight if self.world.counts else 0.0)
             if kept is not None:
                 kept.restore()
-            if self._unscaled and self._scales_loss:
-                self._adapt_scale(self._result)
+            if self._unscaled:
+                self._adapt_scale(self._result._replace(loss=losses[-1]))
         if not self.world.used:  # a signal ended the loaders of all processes: this update does not count
             discard(parameters)
             return self._result._replace(loss=losses[-1], applied=False)
