@@ -39,4 +39,4 @@ class Work:
 
 if __name__ == "__main__":
     mode = sys.argv[3] if len(sys.argv) > 3 else "works"
-    serve(LocalRunner(Work(float(sys.argv[2]), mode)), sys.argv[1], KEY)
+    serve(LocalRunner(Work(float(sys.argv[2]), mode), parallel=mode == "parallel"), sys.argv[1], KEY)

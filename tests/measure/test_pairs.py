@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from _places import TESTS
 from _served import KEY, Work
@@ -28,7 +29,17 @@ from trimtab.errors import MeasurementError
 from trimtab.measure import pairs
 from trimtab.measure.host import Share
 from trimtab.measure.pairs import Block, Progress, Quad, compare, quick
-from trimtab.measure.pooled import DISTURBED_DRIFT, DRIFT, MOST_STARTS, PRIOR_STARTS, STARTS, narrow, number_of_starts, pooled
+from trimtab.measure.pooled import (
+    DISTURBED_DRIFT,
+    DRIFT,
+    MOST_STARTS,
+    PRIOR_STARTS,
+    STARTS,
+    narrow,
+    number_of_starts,
+    pooled,
+    usual_starts,
+)
 from trimtab.measure.quantiles import t_quantile
 from trimtab.measure.remote import RemoteRunner
 from trimtab.measure.timer import LocalRunner
@@ -395,6 +406,34 @@ def test_a_clock_that_was_fast_at_first_only_is_soon_forgotten() -> None:
     assert found.discarded <= 8, "only until the slower clock has become the usual one"
 
 
+class Joined(Clockwork):
+    """Two threads that begin and end a parallel operation in 5 us."""
+
+    def fork_join(self) -> int | None:
+        return 5_000
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_time_of_a_parallel_operation_stands_with_the_times_of_the_calls() -> None:
+    found = compare(Clockwork(1e6), Joined(2e6), seconds=20, max_quads=2)
+    assert found.rival.conditions["fork_join_ns"] == 5_000
+    assert "fork_join_ns" not in found.candidate.conditions
+
+
+def test_another_process_says_how_its_threads_meet() -> None:
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="trimtab-test-"))
+    environment = {**os.environ, "OMP_WAIT_POLICY": "active"}
+    for mode, known in (("parallel", torch.get_num_threads() > 1), ("works", False)):
+        served = [sys.executable, str(TESTS / "_served.py"), str(folder / mode), "50", mode]
+        process = subprocess.Popen(served, env=environment)
+        with RemoteRunner(folder / mode, KEY) as runner:
+            found = runner.fork_join()
+            runner.stop()
+        process.wait()
+        assert (found is not None and found > 0) is known
+    shutil.rmtree(folder)
+
+
 @pytest.mark.usefixtures("quiet")
 def test_calls_of_seconds_get_two_quads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "LONG_S", 0.1)
@@ -497,6 +536,59 @@ def test_what_the_study_saw_of_the_original_counts() -> None:
     )
     varied = pooled(starts, [seen_at(ms) for ms in (0.45, 0.6, 0.5, 0.54)])
     assert varied.ratio.width > 1.5 * alone.ratio.width, "what it varied by during the search is in the prior"
+
+
+def joined(ratio: float, ns: int, pace_ns: int = 200_000, threads: int = 2) -> Comparison:
+    """A start, or a trial of the search, whose rival's threads met in ``ns``."""
+    found = start_of(ratio, ms=ratio / 39 * pace_ns / 200_000)
+    conditions = {"pace_ns": pace_ns, "fork_join_ns": ns}
+    return dataclasses.replace(
+        found,
+        rival=dataclasses.replace(found.rival, conditions=conditions, p90=1.0),
+        candidate=dataclasses.replace(found.candidate, conditions={"threads": threads}),
+    )
+
+
+def test_starts_in_which_threads_met_slowly_do_not_count() -> None:
+    fast, slow = [joined(13.3 + 0.05 * i, 4_600 + 50 * i) for i in range(8)], [joined(19.5, 7_000)] * 8
+    seen = [joined(13.4, 4_900)] * 10
+    alone, found = pooled(fast, seen), pooled([*slow, *fast], [*seen, *slow])
+    assert found.ratio == alone.ratio
+    assert (found.starts, found.starts_left_out, alone.starts_left_out) == (8, 8, 0)
+    assert found.rival_ms == (pytest.approx(13.3 / 39), pytest.approx(0.5)), "all that was seen"
+    assert usual_starts([*slow, *fast], seen) == fast
+    assert pooled([*slow, *fast]).starts_left_out == 0, "without a search, all starts count"
+    few = pooled([*slow, *fast[:4]], [*seen, *slow])
+    assert (few.starts, few.starts_left_out) == (4, 8)
+    assert few.ratio.high < 14.5
+    every = pooled([*slow, *fast[:3]], seen)
+    assert (every.starts, every.starts_left_out, every.starts_corrected) == (11, 0, 0), "three are too few"
+    assert every.ratio.low <= 13.5 < 19.4 < every.ratio.high, "what the search saw of the original widens the interval"
+    alike = [dataclasses.replace(each, rival=dataclasses.replace(each.rival, median=13.3 / 39)) for each in slow]
+    assert pooled([*alike, *fast], seen).starts_left_out == 0, "a model whose time does not depend on it"
+    cores = [joined(13.4, 7_000, pace_ns=290_000)] * 8
+    assert pooled([*cores, *fast], seen).starts_left_out == 0, "slow cores take longer for everything, on both sides"
+    usually = pooled([*slow, joined(13.3, 4_900)], slow)
+    assert usually.starts_left_out == 0
+    assert usually.ratio.value == pytest.approx(19.5), "a machine that is so most of the time is as it is"
+
+
+def test_the_search_tells_how_long_the_original_takes_if_threads_met_slowly_in_all_starts() -> None:
+    seen, usual = [joined(13.4, 4_900)] * 10, joined(13.3, 4_900, threads=1)
+    slow = [joined(19.5 + 0.1 * i, 7_000, threads=1) for i in range(-3, 4)]
+    found = pooled([*slow, usual], seen)
+    assert (found.starts, found.starts_left_out, found.starts_corrected) == (8, 0, 7)
+    assert found.ratio.value == pytest.approx(13.4, rel=0.01)
+    assert found.ratio.low < 13.4 * 0.93, "its times were not measured in turns"
+    assert 13.4 * 1.07 < found.ratio.high < 15.5
+    assert found.rival.median == pytest.approx(13.4 / 39)
+    assert found.rival.p90 is None
+    assert found.rival_ms is not None
+    assert found.rival_ms[1] > 0.49
+    two = pooled([dataclasses.replace(each, candidate=usual.rival) for each in slow], seen)
+    assert two.starts_corrected == 0, "threads of the candidate may have met slowly too"
+    assert two.ratio.low < 13.5 < 19.5 == pytest.approx(two.ratio.value)
+    assert pooled(slow, seen[:3]).starts_corrected == 0, "three trials are too few"
 
 
 def test_what_neighbours_did_to_every_start_is_not_averaged_out() -> None:

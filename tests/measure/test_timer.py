@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from trimtab.measure.timer import LocalRunner, Runner, calls_for, synchronizer, unrecorded_calls, warm_up
+from trimtab.measure.timer import LocalRunner, Runner, calls_for, fork_join, synchronizer, unrecorded_calls, warm_up
 
 pytestmark = pytest.mark.alone
 
@@ -115,6 +115,27 @@ def test_slow_calls_are_made_three_times_and_fast_ones_are_capped() -> None:
     assert very_slow.blocks == 1
     assert calls_for(0.075, 1e-12) == 5_000
     assert calls_for(0.075, 3.0) == 1
+
+
+def test_threads_that_begin_and_end_an_operation_are_timed_where_they_make_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    try:
+        torch.set_num_threads(2)
+        assert 0 < fork_join() < 1e9
+        with torch.inference_mode():
+            assert fork_join() > 0
+        found = LocalRunner(lambda: None, parallel=True).fork_join()
+        assert found is not None
+        assert found > 0
+        assert LocalRunner(lambda: None).fork_join() is None, "a runtime has its own threads"
+        monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        assert LocalRunner(lambda: None, parallel=True).fork_join() is None, "threads that sleep are woken by the kernel"
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+        torch.set_num_threads(1)
+        assert LocalRunner(lambda: None, parallel=True).fork_join() is None
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_cpu_needs_no_waiting() -> None:

@@ -191,6 +191,32 @@ def test_the_starts_before_a_confirmation_are_processes_of_their_own(searched) -
     assert starts.expected(study, dataclasses.replace(trial, comparison=slow), 10.0) == 1
 
 
+def test_starts_in_which_threads_met_slowly_are_repeated(searched, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, trial = searched
+    made: list[float] = []
+
+    def met_in(ns: float) -> Comparison:
+        assert trial.comparison is not None
+        rival = dataclasses.replace(trial.comparison.rival, median=ns, conditions={"fork_join_ns": ns})
+        even = Interval(2.0, 1.99, 2.01)
+        found = dataclasses.replace(trial.comparison, rival=rival, ratio=even, sampling=None, estimates=None)
+        return dataclasses.replace(found, foreign=0.0, stolen=0.0, slowed=0.0)
+
+    def one_start(*_: object) -> Outcome:
+        made.append(7_000.0 if len(made) in slow[0] else 5_000.0)
+        comparisons = {"as_written": to_json(met_in(made[-1]))}
+        return Outcome(reason=None, seconds=0.0, result={"judged": None, "judging_s": 0.0, "comparisons": comparisons})
+
+    seen = dataclasses.replace(trial, comparison=met_in(5_000.0))
+    monkeypatch.setattr(starts, "run_with_rivals", one_start)
+    monkeypatch.setattr(study, "_trials", [seen] * 20)
+    slow = [range(0)]
+    for slow[0], expected in ((range(0), 6), (range(2, 6), 10), (range(100), 12)):
+        made.clear()
+        found = starts.run_earlier_starts(study, trial, {"as_written": study.baseline}, {}, 6, None)
+        assert len(found.comparisons["as_written"]) == expected
+
+
 def test_a_probe_ends_with_the_budget_and_the_trial_stands_unless_memory_decides(searched: tuple[Study, Trial]) -> None:
     study, eager = searched
     other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["eager"]()), cold_s=40.0, peak_mb=None)

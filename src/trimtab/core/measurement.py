@@ -38,6 +38,10 @@ class Interval:
         """Width relative to the value: 0.02 means about plus or minus one percent."""
         return (self.high - self.low) / abs(self.value) if self.value else float("inf")
 
+    def scaled(self, factor: float) -> Interval:
+        """Value and bounds, each multiplied by a positive ``factor``."""
+        return Interval(factor * self.value, factor * self.low, factor * self.high)
+
     @property
     def vague(self) -> bool:
         """Whether the bounds are more than a factor of :data:`VAGUE` apart. Measurements on a busy machine are; their bounds
@@ -135,6 +139,11 @@ class Comparison:
     """Relative standard deviation of the ratio between starts of both programs. The interval includes it."""
     starts: int = 1
     """Number of starts. Each start runs both programs in new processes."""
+    starts_left_out: int = 0
+    """Further starts, in which the threads of the baseline met more slowly than usual. Their ratios do not count."""
+    starts_corrected: int = 0
+    """Starts in which the threads of the baseline met more slowly than usual, and whose ratio was computed with the baseline's
+    time in the trials of the study."""
     rival_ms: tuple[float, float] | None = None
     """Shortest and longest median time of the baseline in milliseconds, over all starts and over the trials of a study."""
     undisturbed: float | None = None

@@ -23,7 +23,7 @@ from trimtab.evaluation.fidelity import output_parity, write_mismatch
 from trimtab.evaluation.prepared_workload import Subject, fresh_inputs
 from trimtab.evaluation.reference import drop, predict, reference_of, score
 from trimtab.measure.pairs import compare
-from trimtab.measure.pooled import pooled
+from trimtab.measure.pooled import FEWEST_STARTS, pooled, usual_starts
 from trimtab.measure.timer import Runner
 
 
@@ -168,10 +168,13 @@ def _speed_problem(
     seen: Sequence[Comparison],
 ) -> str | None:
     runner = runner_for(executable, candidate, subject, plan.objective)
-    found = pooled([*earlier.get("as_written", ()), time_start(runner, rivals["as_written"], plan)], seen)
+    starts = [*earlier.get("as_written", ()), time_start(runner, rivals["as_written"], plan)]
+    found = pooled(starts, seen)
     figures |= timing_figures(found, executable, candidate, subject, plan.objective)
     if (tuned := rivals.get("tuned")) is not None:
-        figures["against_tuned"] = pooled([*earlier.get("tuned", ()), time_start(runner, tuned, plan)]).ratio
+        timed = [*earlier.get("tuned", ()), time_start(runner, tuned, plan)]
+        usual = [each for start, each in zip(starts, timed, strict=False) if start in usual_starts(starts, seen)]
+        figures["against_tuned"] = pooled(usual if len(usual) >= FEWEST_STARTS else timed).ratio
     limits, latency = plan.limits, figures["latency_ms"].median
     if limits.latency_ms is not None and latency > limits.latency_ms:
         return f"Measured again, its latency is {latency:.4g} ms; the limit is {limits.latency_ms:g} ms."

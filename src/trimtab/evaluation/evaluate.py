@@ -310,7 +310,10 @@ def runner_for(executable: Executable, candidate: Candidate, subject: Subject, o
 def one_call(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LocalRunner:
     """Runner of one call. The call may write to its inputs."""
     before = _input_restorer(executable.signature, flatten((tuple(args), dict(kwargs)), "inputs")[0])
-    return LocalRunner(lambda: executable(*args, **kwargs), executable.synchronize, before, threads=torch.get_num_threads())
+    return LocalRunner(
+        lambda: executable(*args, **kwargs), executable.synchronize, before, threads=torch.get_num_threads(),
+        parallel=not executable.own_threads,
+    )  # fmt: skip
 
 
 def concurrent_requests(executable: Executable, leaves: Sequence[torch.Tensor], examples: int) -> Runner:

@@ -18,7 +18,7 @@ from trimtab.errors import MeasurementError
 from trimtab.measure.host import Host, Share, usage, waited_ns, waits
 from trimtab.measure.quantiles import quantile_of
 from trimtab.measure.stats import ratio_interval, summarize, widened
-from trimtab.measure.timer import BLOCK_S, MAX_CALLS, Runner, SampledRunner, WarmUp, calls_for, warm_up
+from trimtab.measure.timer import BLOCK_S, MAX_CALLS, ParallelRunner, Runner, SampledRunner, WarmUp, calls_for, warm_up
 from trimtab.measure.undisturbed import compare_undisturbed
 
 DISTURBED = 0.10
@@ -72,6 +72,8 @@ class Block:
     share: Share | None
     paces: tuple[int, int] = (1, 1)
     """Nanoseconds of a fixed piece of work on the same core before and after the block."""
+    fork_join: int | None = None
+    """Nanoseconds of a small parallel operation after the block; ``None`` if that does not tell of the calls."""
     waited_ns: int = 0
     """Nanoseconds that the threads of its process waited for a core during the block, summed; 0 if unknown."""
 
@@ -273,9 +275,10 @@ class _Session:
         times = runner.block(calls)
         waited = waited_ns(began, waits(runner.pid))
         last, after = runner.pace(), self._host.snapshot()
+        fork_join = runner.fork_join() if isinstance(runner, ParallelRunner) else None
         if len(times) != calls:
             raise MeasurementError(f"The {side} was asked for {calls} calls and gave the times of {len(times)}.")
-        return Block(times, usage(before, after), (first, last), waited)
+        return Block(times, usage(before, after), (first, last), fork_join, waited)
 
 
 def _usual_pace(pairs: Iterable[tuple[Block, Block]]) -> list[float]:
@@ -348,6 +351,8 @@ def _measurement(
         "cpu_watched": all(block.share is not None for block in blocks),
         "pace_ns": statistics.median(pace for block in blocks for pace in block.paces),
     }
+    if joins := [block.fork_join for block in blocks if block.fork_join is not None]:
+        own["fork_join_ns"] = statistics.median(joins)
     if session.sides[side].pid == os.getpid():
         own["threads"] = torch.get_num_threads()
     times = [ns for block in blocks for ns in block.times]

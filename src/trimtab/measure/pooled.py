@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trimtab.core.measurement import QUIET, Comparison, Interval, Measurement
-from trimtab.measure.pairs import FEW_QUADS, MIN_QUADS, PROCESS_NOISE, SLOWED
-from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, t_quantile
+from trimtab.measure.pairs import FEW_QUADS, MIN_QUADS, PROCESS_NOISE, SLOWED, USUAL_QUANTILE
+from trimtab.measure.quantiles import CONFIDENCE, normal_quantile, quantile_of, t_quantile
 from trimtab.measure.stats import TRIM
 
 STARTS, MOST_STARTS = 12, 32
@@ -32,6 +32,13 @@ deviation of 29 figures of that model was 4%.
 """
 TRIMMED_FROM = 8
 """Number of starts from which a fifth of the ratios at each end is trimmed."""
+SLOW_JOIN, SLOWER = 0.25, 0.1
+"""A start is slow if its rival's threads took longer than usual to begin and end a parallel operation, by more than
+:data:`SLOW_JOIN`, and the rival's calls took longer by more than :data:`SLOWER`; both at the pace of the cores. Parallel
+operations of processes on a fast machine differed by up to 13%; in the slow state of that machine they took 40% longer."""
+FEWEST_STARTS = 4
+"""Starts that must not be slow, so that slow ones do not count; also the fewest trials whose times may replace those of slow
+starts."""
 SLOW_SHARE = 0.5
 """Comparisons whose cores were slower than usual in a larger share of the time say nothing about the model's own speeds."""
 WIDE = 1.15
@@ -53,6 +60,12 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
     by chance do not give a narrow interval. A single start uses the prior as a known variance. Several add :data:`DRIFT`, or
     :data:`DISTURBED_DRIFT`.
 
+    With ``seen``, starts are left out in which the rival's threads met more slowly than usual (:func:`usual_starts`), if at
+    least :data:`FEWEST_STARTS` others were made: a machine may be in that state for a minute. Of 14 studies of a small
+    network on such a machine, 3 gave 19.5x and 11 gave 13.2x to 14.2x. With fewer others, if the candidate has one thread,
+    the rival's time in ``seen`` replaces its time in such starts. :data:`DISTURBED_DRIFT` is then added, because these
+    times were not measured in turns.
+
     Two uncertainties that more starts do not reduce widen the interval further. One is the effect of neighbours on both sides,
     as the medians over starts of each of the :attr:`~trimtab.core.measurement.Comparison.estimates`. The other is a time
     of the rival that differs from the one in ``seen`` at the same pace of the cores, as for a model that has two speeds for
@@ -65,9 +78,16 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
             beside busy neighbours, or on cores that were slower than usual for most of the time, are ignored.
         drift: relative standard deviation between minutes, in place of the default.
     """
+    quiet, met = [each for each in seen if _is_quiet(each)], usual_starts(starts, seen)
+    known = _log_times_at_same_pace([each.rival for each in quiet], starts)
+    every = [*[found.rival.median for found in starts], *map(math.exp, known)]
+    if len(met) < (made := len(starts)):
+        usually = usual_starts(quiet, starts)
+        if len(met) < FEWEST_STARTS:
+            met = _with_usual_rival(starts, met, usually)
+        starts, quiet = (met, usually) if met else (starts, quiet)
+    corrected = sum(each.starts_corrected for each in starts)
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
-    unshared = [each for each in seen if each.undisturbed is not None or each.foreign + each.stolen <= QUIET]
-    quiet = [each for each in unshared if each.slowed <= SLOW_SHARE]
     known = _log_times_at_same_pace([each.rival for each in quiet], starts)
     halves = [_half_width(found.sampling or found.ratio) for found in starts]
     error = (statistics.median(halves) / normal_quantile((1 + CONFIDENCE) / 2)) ** 2
@@ -78,7 +98,7 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
     quantile = t_quantile((1 + CONFIDENCE) / 2, freedom) if n > 1 else normal_quantile((1 + CONFIDENCE) / 2)
     estimates = _estimates(starts)
     if drift is None:
-        drift = 0.0 if n == 1 else DISTURBED_DRIFT if estimates else DRIFT
+        drift = DISTURBED_DRIFT if corrected or (estimates and n > 1) else DRIFT if n > 1 else 0.0
     half = math.hypot(quantile * math.sqrt(variance / n), normal_quantile((1 + CONFIDENCE) / 2) * drift)
     low, high = min(centre - half, value), max(centre + half, value)
     alone = Interval(math.exp(value), math.exp(low), math.exp(high))
@@ -90,7 +110,6 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
     shares = {
         name: sum(getattr(found, name) * found.pairs for found in starts) / total for name in ("foreign", "stolen", "slowed")
     }
-    every = [*times, *map(math.exp, known)]
     return dataclasses.replace(
         starts[-1],
         ratio=Interval(math.exp(value), math.exp(low), math.exp(high)),
@@ -103,10 +122,65 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
         noise=max((found.noise for found in starts if found.noise is not None), default=None),
         process_noise=max(PROCESS_NOISE, statistics.stdev(logs) if n > 1 else 0.0),
         starts=n,
+        starts_left_out=made - n,
+        starts_corrected=corrected,
         rival_ms=(min(every), max(every)),
         undisturbed=min((found.undisturbed for found in starts if found.undisturbed is not None), default=None),
         **shares,
     )
+
+
+def usual_starts(starts: Sequence[Comparison], seen: Sequence[Comparison]) -> list[Comparison]:
+    """Those of ``starts`` that are not slow by :data:`SLOW_JOIN` and :data:`SLOWER`; all of them without any ``seen``.
+
+    What is usual is found from the starts and the quiet ones of ``seen``, by the
+    :data:`~trimtab.measure.pairs.USUAL_QUANTILE` of the parallel operation. Both times are divided by the pace of the
+    cores, on which they depend too.
+    """
+    every = [*starts, *filter(_is_quiet, seen)]
+    joins = [join for each in every if (join := _fork_join(each)) is not None]
+    if not seen or not joins:
+        return list(starts)
+    most = (1 + SLOW_JOIN) * quantile_of(joins, USUAL_QUANTILE)
+    longest = (1 + SLOWER) * statistics.median(_paced(each) for each in every if (_fork_join(each) or 0.0) <= most)
+    return [each for each in starts if (_fork_join(each) or 0.0) <= most or _paced(each) <= longest]
+
+
+def _paced(found: Comparison) -> float:
+    """The rival's time divided by the pace of its core."""
+    return found.rival.median / (_pace(found.rival) or 1.0)
+
+
+def _with_usual_rival(starts: Sequence[Comparison], met: Sequence[Comparison], seen: Sequence[Comparison]) -> list[Comparison]:
+    """``starts`` with the rival's median time in ``seen`` in place of its time in those that are not in ``met``.
+
+    Empty if ``seen`` has too few times, or if a candidate has several threads, which may have met slowly too.
+    """
+    times = _log_times_at_same_pace([each.rival for each in seen], starts)
+    if len(times) < FEWEST_STARTS or any(each.candidate.conditions.get("threads") != 1 for each in starts):
+        return []
+    usual_ms, found = math.exp(statistics.median(times)), []
+    for each in starts:
+        if each not in met:
+            factor = usual_ms / each.rival.median
+            each = dataclasses.replace(
+                each,
+                ratio=each.ratio.scaled(factor),
+                sampling=each.sampling and each.sampling.scaled(factor),
+                estimates=each.estimates and tuple(factor * one for one in each.estimates),
+                rival=dataclasses.replace(
+                    each.rival, median=usual_ms, interval=each.rival.interval.scaled(factor), p90=None, p99=None
+                ),
+                starts_corrected=1,
+            )
+        found.append(each)
+    return found
+
+
+def _is_quiet(found: Comparison) -> bool:
+    """Whether neighbours and slow cores left the times of ``found`` as the model's own."""
+    unshared = found.undisturbed is not None or found.foreign + found.stolen <= QUIET
+    return unshared and found.slowed <= SLOW_SHARE
 
 
 def _estimates(starts: Sequence[Comparison]) -> tuple[float, ...]:
@@ -178,6 +252,12 @@ def _spread(logs: Sequence[float]) -> float:
 def _pace(timed: Measurement) -> float | None:
     pace = timed.conditions.get("pace_ns")
     return float(pace) if isinstance(pace, (int, float)) and pace > 0 else None
+
+
+def _fork_join(found: Comparison) -> float | None:
+    """The rival's time of a parallel operation divided by the pace of its core; ``None`` if it was not measured."""
+    ns = found.rival.conditions.get("fork_join_ns")
+    return ns / (_pace(found.rival) or 1.0) if isinstance(ns, (int, float)) else None
 
 
 def _half_width(ratio: Interval) -> float:

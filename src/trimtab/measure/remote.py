@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from trimtab._internal.text import error_text, shortened
 from trimtab.errors import MeasurementError, TrimtabError
-from trimtab.measure.timer import MAX_CALLS, Runner, Sample, SampledRunner
+from trimtab.measure.timer import MAX_CALLS, ParallelRunner, Runner, Sample, SampledRunner
 
 LONGEST_PATH = 107
 """Maximum bytes of the path of a UNIX socket on Linux."""
@@ -88,6 +88,11 @@ class RemoteRunner:
     def pace(self) -> int:
         """Nanoseconds of the fixed piece of work on the core of the other process."""
         return int(self._ask({"do": "pace"}, self._timeout_s)["ns"])
+
+    def fork_join(self) -> int | None:
+        """Nanoseconds of a small parallel operation in the other process; ``None`` if that does not tell of its calls."""
+        ns: int | None = self._ask({"do": "fork_join"}, self._timeout_s)["ns"]
+        return ns
 
     def change(self, settings: Mapping[str, Any]) -> None:
         """Make a script that serves its steps (:mod:`trimtab.probe.inside.turns`) use ``settings`` from its next step on."""
@@ -157,11 +162,13 @@ def _answer(runner: Runner, verb: str, calls: int, count: int) -> dict[str, Any]
         return {"pid": runner.pid, "threads": runner.threads if isinstance(runner, SampledRunner) else None}
     if verb == "pace":
         return {"ns": runner.pace()}
+    if verb == "fork_join":
+        return {"ns": runner.fork_join() if isinstance(runner, ParallelRunner) else None}
     known = verb == "block" or (verb == "samples" and isinstance(runner, SampledRunner))
     if not known or not 1 <= calls <= MAX_CALLS or not 1 <= count <= MAX_CALLS:
         return {
-            "error": f"There is no request {verb!r} for {count} x {calls} calls; ask for hello, pace, stop, or a block or "
-            f"samples of 1 to {MAX_CALLS}."
+            "error": f"There is no request {verb!r} for {count} x {calls} calls; ask for hello, pace, fork_join, stop, or a "
+            f"block or samples of 1 to {MAX_CALLS}."
         }
     try:
         if isinstance(runner, SampledRunner) and verb == "samples":

@@ -21,6 +21,9 @@ MAX_CALLS = 5_000
 """Maximum calls in one block; limits what a block sends and stores if a call takes microseconds."""
 PACE_LOOPS = 3_000
 """Rounds of the loop that measures a core's pace: a fifth of a millisecond."""
+PARALLEL_GRAIN, MOST_PARALLEL, PARALLEL_CALLS = 32_768, 4, 20
+"""Elements of a tensor per thread from which torch divides an addition among threads; the maximum number of threads, and the
+calls, that :func:`fork_join` measures."""
 STEADY = 0.05
 """Blocks are steady when the medians of the last three lie within this share of each other."""
 
@@ -60,8 +63,17 @@ class SampledRunner(Runner, Protocol):
         """``count`` samples of ``calls`` calls each."""
 
 
+@runtime_checkable
+class ParallelRunner(Runner, Protocol):
+    """A runner that can tell how long its threads take to begin and end a parallel operation."""
+
+    def fork_join(self) -> int | None:
+        """:func:`fork_join` in the process that makes the calls; ``None`` if that does not tell of these calls."""
+
+
 class LocalRunner:
     """Times ``call`` in this process, by the wall clock. ``threads`` is the number of threads that compute a call, if known.
+    ``parallel`` says that these are torch's own threads, so that :meth:`fork_join` is about them.
 
     ``synchronize`` runs after every call and before the clock is read, because a device may work in the background. The
     garbage collector is off within a block. A few calls before the recorded ones (an eighth of them, at least one from four on)
@@ -76,8 +88,10 @@ class LocalRunner:
         before: Callable[[], object] | None = None,
         *,
         threads: int | None = None,
+        parallel: bool = False,
     ) -> None:
         self.pid = os.getpid()
+        self._parallel = parallel
         # a system that does not count waiting cannot tell which samples were disturbed
         self.threads = threads if waits(self.pid) else None
         self._call = call
@@ -104,6 +118,14 @@ class LocalRunner:
     def pace(self) -> int:
         """Nanoseconds of the fixed piece of work on this core."""
         return pace()
+
+    def fork_join(self) -> int | None:
+        """:func:`fork_join`; ``None`` unless several of torch's threads compute the calls, and spin until the next operation.
+
+        Threads that sleep are woken by the kernel, which takes longer, and by another time in each operation.
+        """
+        several = self._parallel and torch.get_num_threads() > 1
+        return fork_join() if several and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive" else None
 
     def _run(self, calls: int) -> list[int]:
         call, synchronize, clock = self._call, self._synchronize, time.perf_counter_ns
@@ -186,6 +208,23 @@ def _pace_loop() -> None:
     total = 0
     for i in range(PACE_LOOPS):
         total += i * i
+
+
+def fork_join() -> int:
+    """Nanoseconds of a small addition that torch divides among its threads: mostly the time in which these begin and end it.
+
+    No counter shows that two cores reach each other more slowly for a while. On a virtual machine with two cores it was 4.9 us
+    in most minutes and 7.1 in some, at one pace of each core. A small network took 0.34 and 0.51 ms in them, and with one
+    thread the same in all.
+    """
+    numbers = torch.zeros(PARALLEL_GRAIN * min(torch.get_num_threads(), MOST_PARALLEL) + 1)
+    found = torch.empty_like(numbers)
+
+    def add() -> None:
+        torch.add(numbers, numbers, out=found)
+
+    with torch.no_grad():
+        return int(statistics.median(_timed(add, time.perf_counter_ns) for _ in range(PARALLEL_CALLS)))
 
 
 def calls_for(block_s: float, call_s: float) -> int:

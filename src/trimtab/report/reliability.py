@@ -91,9 +91,13 @@ def noise(record: Record) -> list[Fact]:
 
 def _noise(found: Comparison) -> Iterator[Fact]:
     yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
-    yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
+    yield "blocks thrown away, because others had the CPU, or a core or the threads were slow", f"{found.discarded:,}"
     yield "spread of the original against itself (A/A)", words.share(found.noise)
     source = f", over {found.starts} starts" if found.starts > 1 else ", taken from other models and machines"
+    if found.starts_left_out:
+        yield "further starts, not counted, in which the original's threads met slowly", f"{found.starts_left_out}"
+    if found.starts_corrected:
+        yield "starts in which the original's threads met slowly, with its time in the search", f"{found.starts_corrected}"
     yield "spread of the ratio from one start to the next", words.share(found.process_noise) + source
     if found.rival_ms is not None:
         low, high = words.all_milliseconds(found.rival_ms)

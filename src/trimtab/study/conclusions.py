@@ -43,8 +43,16 @@ def baseline_spread(study: Study, found: Comparison | None) -> list[str]:
     low, high = (None if found is None else found.rival_ms) or (1.0, 1.0)
     if found is None or study.task.mode != "infer" or high <= NOTED_SPREAD * low:
         return []
-    words = f"The model as written took {low:.3g} to {high:.3g} ms, by process and minute, which the interval allows for."
-    used = found.foreign + found.stolen
+    slow = found.starts_left_out or found.starts_corrected
+    allowed = "" if slow else ", which the interval allows for"
+    words = f"The model as written took {low:.3g} to {high:.3g} ms, by process and minute{allowed}."
+    if slow:
+        used = "leaves these starts out" if found.starts_left_out else "uses the model's times in the search for these starts"
+        words += (
+            f" In {slow} of {found.starts + found.starts_left_out} starts its threads met more slowly than usual, because of the "
+            f"machine: the speed-up {used}."
+        )
+    taken = found.foreign + found.stolen
     kept = next((trial for trial in study.trials if [step.name for step in trial.recipe.passes] == ["keep_memory"]), None)
     if kept is not None and kept.speedup is not None and kept.recipe.backend.name == "eager":
         if kept.speedup.low > 1 and kept.speedup.value >= NOTED_SPREAD:
@@ -54,7 +62,7 @@ def baseline_spread(study: Study, found: Comparison | None) -> list[str]:
             )
         else:
             words += f" The memory that it gives back is not the cause: with keep_memory it is {kept.speedup.times()} as fast."
-    return [words + (f" Other processes used {used:.0%} of the CPUs." if used > QUIET else "")]
+    return [words + (f" Other processes used {taken:.0%} of the CPUs." if taken > QUIET else "")]
 
 
 def interval_mismatch(found: Best) -> str:

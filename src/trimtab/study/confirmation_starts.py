@@ -20,7 +20,7 @@ from trimtab.evaluation.confirm import Confirmation
 from trimtab.execution.baseline_servers import BaselineServers
 from trimtab.execution.process import Outcome
 from trimtab.measure.pairs import PATIENCE
-from trimtab.measure.pooled import MOST_STARTS, START_S, STARTS, narrow, number_of_starts, start_timing
+from trimtab.measure.pooled import MOST_STARTS, START_S, STARTS, narrow, number_of_starts, start_timing, usual_starts
 from trimtab.study.study import Study
 
 FOLDER = "starts"
@@ -29,6 +29,8 @@ LOAD_S = 1.0
 SHORT_STARTS, SHORT_SHARE = 24, 0.25
 """Starts that are planned where they are short, and the maximum share of the budget for more than
 :data:`~trimtab.measure.pooled.STARTS`: a small network on two threads has intervals of up to 32% from 12 of them."""
+SLOW_STARTS = 2
+"""Starts that are made while threads meet slowly, in multiples of the planned ones."""
 CONFIRM_RUNS = 1.0
 """Duration of a confirmation without its timing, in dry runs of the workload. It starts processes, judges outputs on the test
 data and writes the artifact."""
@@ -79,16 +81,21 @@ def run_earlier_starts(
 ) -> EarlierStarts:
     """Time ``trial`` against the recipes ``wanted`` in ``count`` starts, and in more while the interval is wide.
 
+    Starts in which threads met slowly (:func:`~trimtab.measure.pooled.usual_starts`) are not among the ``count``.
+
     No start begins that is expected to last beyond ``end`` (``time.monotonic``), or after an interrupt. Processes are forked
     with shifted memory (:mod:`trimtab.execution.forkserver`). A failure ends the starts; the confirmation then reports the
     reason.
     """
     found = EarlierStarts({name: [] for name in wanted})
     longest, timed = study.runner.load_s + START_S, found.comparisons["as_written"]
+    seen = [each.comparison for each in study.trials if each.comparison is not None]
     most = MOST_STARTS - 1 if count > 1 else count
     while len(timed) < most and not study.interrupted():
         begun = time.monotonic()
-        if len(timed) >= count and all(map(narrow, found.comparisons.values())):
+        counted = {**found.comparisons, "as_written": usual_starts(timed, seen)}
+        enough = len(counted["as_written"]) >= count or len(timed) >= SLOW_STARTS * count
+        if enough and len(timed) >= count and all(map(narrow, filter(None, counted.values()))):
             break
         if end is not None and begun + longest + CONFIRM_RUNS * study.runner.startup_s > end:
             break
