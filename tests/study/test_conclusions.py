@@ -510,3 +510,27 @@ def test_a_training_that_fails_as_written_ends_the_search(measured: bool) -> Non
     first: Any = types.SimpleNamespace(comparison=object() if measured else None)
     assert TrainingTask().baseline_failed([first], first) is not measured
     assert not TrainingTask().baseline_failed([], None)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, " by process and minute, which the interval allows for."),
+        (
+            {"starts_left_out": 3},
+            " by process and minute. In 3 of 15 starts its threads met more slowly than usual, because of the machine: the "
+            "speed-up leaves these starts out.",
+        ),
+        (
+            {"starts_corrected": 12},
+            " by process and minute. In 12 of 12 starts its threads met more slowly than usual, because of the machine: the "
+            "speed-up uses the model's times in the search for these starts.",
+        ),
+    ],
+)
+def test_the_range_of_the_originals_times_is_told_with_what_it_means(more: dict[str, int], words: str) -> None:
+    study: Any = types.SimpleNamespace(trials=[], task=types.SimpleNamespace(mode="infer"))
+    found = Comparison(ratio=Interval(13.4, 13.1, 13.7), pairs=72, candidate=latency(0.03), rival=latency(0.36), discarded=0)
+    wide = dataclasses.replace(found, starts=12, rival_ms=(0.354, 0.533), **more)
+    assert conclusions.baseline_spread(study, wide) == ["The model as written took 0.354 to 0.533 ms," + words]
+    assert conclusions.baseline_spread(study, dataclasses.replace(wide, rival_ms=(0.354, 0.36))) == []

@@ -49,8 +49,8 @@ def baseline_spread(study: Study, found: Comparison | None) -> list[str]:
     if slow:
         used = "leaves these starts out" if found.starts_left_out else "uses the model's times in the search for these starts"
         words += (
-            f" In {slow} of {found.starts + found.starts_left_out} starts its threads met more slowly than usual, because of the "
-            f"machine: the speed-up {used}."
+            f" In {slow} of {found.starts + found.starts_left_out} starts its threads met more slowly than usual, because of "
+            f"the machine: the speed-up {used}."
         )
     taken = found.foreign + found.stolen
     kept = next((trial for trial in study.trials if [step.name for step in trial.recipe.passes] == ["keep_memory"]), None)
