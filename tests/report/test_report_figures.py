@@ -235,14 +235,14 @@ def test_processes_that_run_unlike_each_time_are_not_blamed_on_a_busy_machine() 
 
 
 def test_starts_in_which_threads_met_slowly_are_counted_in_the_report() -> None:
-    left = dict(reliability.confirmation(confirmed_as(record(8), comparison=comparison(2.0))))
+    left = dict(reliability.noise(confirmed_as(record(8), comparison=comparison(2.0))))
     assert not [fact for fact in left if "slowly" in fact]
     for more, fact in (
         ({"starts_left_out": 3}, "further starts, not counted, in which the original's threads met slowly"),
         ({"starts_corrected": 3}, "starts in which the original's threads met slowly, with its time in the search"),
     ):
         found = dataclasses.replace(comparison(2.0), starts=12, **more)
-        assert dict(reliability.confirmation(confirmed_as(record(8), comparison=found)))[fact] == "3"
+        assert dict(reliability.noise(confirmed_as(record(8), comparison=found)))[fact] == "3"
 
 
 @pytest.mark.parametrize(
