@@ -78,14 +78,10 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
             beside busy neighbours, or on cores that were slower than usual for most of the time, are ignored.
         drift: relative standard deviation between minutes, in place of the default.
     """
-    quiet, met = [each for each in seen if _is_quiet(each)], usual_starts(starts, seen)
-    known = _log_times_at_same_pace([each.rival for each in quiet], starts)
+    made, undisturbed = len(starts), [each for each in seen if _is_quiet(each)]
+    known = _log_times_at_same_pace([each.rival for each in undisturbed], starts)
     every = [*[found.rival.median for found in starts], *map(math.exp, known)]
-    if len(met) < (made := len(starts)):
-        usually = usual_starts(quiet, starts)
-        if len(met) < FEWEST_STARTS:
-            met = _with_usual_rival(starts, met, usually)
-        starts, quiet = (met, usually) if met else (starts, quiet)
+    starts, quiet = _counted(starts, undisturbed)
     corrected = sum(each.starts_corrected for each in starts)
     logs, n = [math.log(found.ratio.value) for found in starts], len(starts)
     known = _log_times_at_same_pace([each.rival for each in quiet], starts)
@@ -128,6 +124,17 @@ def pooled(starts: Sequence[Comparison], seen: Sequence[Comparison] = (), *, dri
         undisturbed=min((found.undisturbed for found in starts if found.undisturbed is not None), default=None),
         **shares,
     )
+
+
+def _counted(starts: Sequence[Comparison], quiet: Sequence[Comparison]) -> tuple[Sequence[Comparison], Sequence[Comparison]]:
+    """The starts that count, with the rival's usual time if too few are left; and those of ``quiet`` that fit them."""
+    met = usual_starts(starts, quiet)
+    if len(met) == len(starts):
+        return starts, quiet
+    usually = usual_starts(quiet, starts)
+    if len(met) < FEWEST_STARTS:
+        met = _with_usual_rival(starts, met, usually)
+    return (met, usually) if met else (starts, quiet)
 
 
 def usual_starts(starts: Sequence[Comparison], seen: Sequence[Comparison]) -> list[Comparison]:
