@@ -346,6 +346,7 @@ def test_the_fastest_calls_decide_where_the_cores_change_their_pace_within_a_blo
     assert found.ratio.low < 6.2
 
 
+@pytest.mark.usefixtures("quiet")
 def test_quads_on_a_core_that_is_slower_than_usual_are_thrown_away_and_counted() -> None:
     """Which no counter of the system shows, where another machine has the other half of the core."""
 
