@@ -173,7 +173,8 @@ def _speed_problem(
     figures |= timing_figures(found, executable, candidate, subject, plan.objective)
     if (tuned := rivals.get("tuned")) is not None:
         timed = [*earlier.get("tuned", ()), time_start(runner, tuned, plan)]
-        usual = [each for start, each in zip(starts, timed, strict=False) if start in usual_starts(starts, seen)]
+        counted = usual_starts(starts, seen)
+        usual = [each for start, each in zip(starts, timed, strict=False) if start in counted]
         figures["against_tuned"] = pooled(usual if len(usual) >= FEWEST_STARTS else timed).ratio
     limits, latency = plan.limits, figures["latency_ms"].median
     if limits.latency_ms is not None and latency > limits.latency_ms:

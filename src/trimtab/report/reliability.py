@@ -91,7 +91,7 @@ def noise(record: Record) -> list[Fact]:
 
 def _noise(found: Comparison) -> Iterator[Fact]:
     yield "pairs of the confirmation", f"{found.pairs:,}, until {words.STOP_WORDS[found.stopped_by]}"
-    yield "blocks thrown away, because others had the CPU, or a core or the threads were slow", f"{found.discarded:,}"
+    yield "blocks thrown away, because others had the CPU or the core was slow", f"{found.discarded:,}"
     yield "spread of the original against itself (A/A)", words.share(found.noise)
     source = f", over {found.starts} starts" if found.starts > 1 else ", taken from other models and machines"
     if found.starts_left_out:

@@ -95,7 +95,7 @@ def run_earlier_starts(
         begun = time.monotonic()
         counted = {**found.comparisons, "as_written": usual_starts(timed, seen)}
         enough = len(counted["as_written"]) >= count or len(timed) >= SLOW_STARTS * count
-        if enough and len(timed) >= count and all(map(narrow, filter(None, counted.values()))):
+        if enough and all(map(narrow, filter(None, counted.values()))):
             break
         if end is not None and begun + longest + CONFIRM_RUNS * study.runner.startup_s > end:
             break
