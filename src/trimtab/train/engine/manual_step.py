@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, copy_containe
 from trimtab.train.loss.manual_run import Closure, ManualRun
 from trimtab.train.optim.optimizer_dict import PAGE, named
 from trimtab.train.runtime.step_clock import Clock
-from trimtab.train.runtime.world import NO_OP, World
+from trimtab.train.runtime.world import World
+
+T = TypeVar("T")
 
 _UNUSED = (
     "The gradients of {} were used by no step of their update, and were dropped with its end. To collect the gradients of "
@@ -52,8 +54,10 @@ class ManualStep(Step):
         """Sum of the weights of the batches whose gradients an optimizer has, by name."""
         self._batch_weight: dict[str, Weight] = {}
         """Weight of this batch, by the name of the optimizers that have its gradients."""
-        self._count = 1
-        self._examples = 1
+        self._count = self._examples = 1
+        self._weighted_losses = False
+        """Whether the losses of this update count by their weights, because there are several."""
+        self._autocasts = settings.precision.autocast is not None
         self._no_step = self._result = Update(torch.zeros(()), 0.0, None, applied=True)
         self._stepped: set[str] = set()
         self._unscaled = False
@@ -66,6 +70,7 @@ class ManualStep(Step):
             raise UsageError(f"An update that a function drives cannot be tried out on a copy of the model. {PAGE}")
         self.check()
         self._run, self.update, self._count = run, run.context.position.update, len(batches)
+        self._weighted_losses = self._count > 1 or self.world.size > 1
         self._totals.clear()
         self._stepped.clear()
         self._unscaled = False
@@ -92,7 +97,8 @@ class ManualStep(Step):
         unused = ""
         if left := {*self._totals, *self._batch_weight} - self._stepped:
             unused = _UNUSED.format(", ".join(name for name in self.optimizers if name in left))
-        discard(parameters)
+        if self._totals or self._batch_weight:  # a step drops the gradients of its optimizer
+            discard(parameters)
         self.clock.enter("other")
         loss, _ = self.world.mean(losses, weights, summed=False)
         update = self._result._replace(loss=loss)
@@ -124,9 +130,7 @@ class ManualStep(Step):
         inputs = None
         if len(names) != len(self.optimizers):
             inputs = [each for name in names for each in self._parameters_of(name) if each.requires_grad]
-        with self._no_autocast():
-            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=inputs)
-        torch.clear_autocast_cache()  # holds casts of parameters, with a graph that is freed now
+        self._without_autocast(torch.autograd.backward, loss, retain_graph=retain_graph, inputs=inputs)
         self.clock.enter("forward")
 
     def step(self, names: list[str], closure: Closure | None) -> bool:
@@ -170,23 +174,28 @@ class ManualStep(Step):
             )
         self._stepped.add(name)
         self.intact = False
-        with self._no_autocast():
-            if closure is not None:
-                self._with_closure(optimizer, parameters, closure)
-                applied = True
-            else:
-                applied = self._finish_gradients(name, parameters)
-                if applied:
-                    if self.hooks is not None:
-                        self.hooks.call("before_step")
-                    with UPDATING:
-                        self.scaler.step(optimizer) if self._scales_loss else optimizer.step()
-                    if self.hooks is not None:
-                        self.hooks.call("after_step")
+        applied = self._without_autocast(self._apply, name, optimizer, parameters, closure)
         discard(parameters)
-        torch.clear_autocast_cache()  # holds casts of the parameters before this step
         self.clock.enter("forward")
         return applied
+
+    def _apply(self, name: str, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure | None) -> bool:
+        """Finish the gradients and make the step, in ``closure`` if that computes them; returns whether the step was made."""
+        if closure is not None:
+            self._with_closure(optimizer, parameters, closure)
+            return True
+        if not self._finish_gradients(name, parameters):
+            return False
+        if self.hooks is not None:
+            self.hooks.call("before_step")
+        try:
+            self.scaler.step(optimizer) if self._scales_loss else optimizer.step()
+        except BaseException as error:
+            UPDATING.explain(error)
+            raise
+        if self.hooks is not None:
+            self.hooks.call("after_step")
+        return True
 
     def _finish_gradients(self, name: str, parameters: list[nn.Parameter]) -> bool:
         """Turn the gradients into those of the mean, clip and check them; returns whether the optimizer makes its step."""
@@ -246,14 +255,14 @@ class ManualStep(Step):
         with UPDATING:
             optimizer.step(computed)
 
-    @property
-    def _weighted_losses(self) -> bool:
-        """Whether the losses of an update count by their weights, because there are several."""
-        return self._count > 1 or self.world.size > 1
-
-    def _no_autocast(self) -> Any:
-        """A block without autocast."""
-        return NO_OP if self.settings.precision.autocast is None else torch.autocast(self.settings.device, enabled=False)
+    def _without_autocast(self, compute: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """The result of ``compute`` outside of autocast, whose cached casts of parameters it makes stale."""
+        if not self._autocasts:
+            return compute(*arguments, **options)
+        with torch.autocast(self.settings.device, enabled=False):
+            found = compute(*arguments, **options)
+        torch.clear_autocast_cache()
+        return found
 
     def _parameters_of(self, name: str) -> list[nn.Parameter]:
         """The parameters of the optimizer ``name`` now: the function may add some."""

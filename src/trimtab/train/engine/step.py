@@ -382,8 +382,10 @@ class Step:
 
     def _norm_wanted(self) -> bool:
         """Whether this update computes the norm; a GPU computes all norms in one kernel, but sums one by one."""
-        on_gpu = self.settings.device.startswith("cuda") and self.settings.optimizer.nonfinite != "ignore"
-        return self.settings.optimizer.clip_norm is not None or self._update_count % self._norm_every == 0 or on_gpu
+        asked = self.settings.optimizer
+        if self._update_count % self._norm_every == 0 or asked.clip_norm is not None:
+            return True
+        return asked.nonfinite != "ignore" and self.settings.device.startswith("cuda")
 
     def _kept_statistics(self) -> Snapshot:
         """A copy of the running statistics of normalisation layers."""

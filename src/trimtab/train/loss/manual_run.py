@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -127,7 +128,7 @@ class ManualRun:
                 "The function that drives the update returned nothing and called no run.backward(loss): there is no loss to "
                 "report. Return one."
             )
-        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        return functools.reduce(torch.add, losses)  # stacking them first takes twice as long for two
 
     def _names(self, optimizer: str | Optimizer | None) -> list[str]:
         if optimizer is None:
