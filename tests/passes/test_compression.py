@@ -181,8 +181,12 @@ def test_layers_are_dropped_evenly_and_only_where_sizes_stay() -> None:
     wanted = [given.model.layer[i]["inner"].weight for i in (0, 2, 5)]  # type: ignore[index]
     assert [torch.equal(a["inner"].weight, b) for a, b in zip(model.layer, wanted, strict=True)] == [True] * 3
     widening = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 4)))
-    with pytest.raises(CompileError, match="drop_layers cannot drop layers of 0 in this model: it fails on the example"):
+    words = "would drop 1 of the 4 layers of 0 at keep=0.75, but between the first and the last only 0 keep the shape"
+    with pytest.raises(CompileError, match=words):
         DropLayers(keep=0.75).apply(candidate(widening, 2, 4))
+    stages = nn.Sequential(nn.Sequential(*(nn.Linear(a, b) for a, b in ((4, 8), (8, 8), (8, 16), (16, 16), (16, 4)))))
+    shorter: Any = DropLayers(keep=0.6).apply(candidate(stages, 2, 4)).model
+    assert [(each.in_features, each.out_features) for each in shorter[0]] == [(4, 8), (8, 16), (16, 4)]
 
 
 @pytest.fixture(scope="module")
