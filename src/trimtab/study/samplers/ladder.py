@@ -298,67 +298,88 @@ class _AskedTrainings:
     missed: bool = False
     """Whether a network on the present base missed the limit untrained."""
 
+    def affords(self, passes: tuple[Pass, ...], facts: SearchState) -> bool:
+        """Whether the training of ``passes`` is among the first of its kind; it then counts."""
+        self.missed, names = True, [part.name for part in passes]
+        if passes not in self.passes and sum(names == [part.name for part in each] for each in self.passes) >= facts.trainings:
+            return False
+        self.passes.add(passes)
+        return True
+
 
 def _ratios(
     start: Trial, step: Pass, trained: _AskedTrainings, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Trial]:
-    """Ask for ``step`` at each ratio on top of ``start``, mildest first, as long as each keeps the limit and gains over the one
-    before: untrained, and trained if it does not keep the limit untrained. Returns the fastest trial that keeps the limit.
+    """Ask for ``step`` at each ratio on top of ``start``, untrained, then for trainings: of the middle one of the ratios that
+    pay, then of harder ones if it keeps the limit, of milder ones if not. Returns the fastest trial that keeps the limit.
 
-    A network that keeps the limit by little, or needed a longer training, lets harder ratios begin with the longer one. If
-    none of them keeps the limit, it is itself trained for longer, because on other data it may well miss the limit.
+    So a budget for one training goes to a ratio that gains much. A network that keeps the limit by little, or needed a longer
+    training, lets harder ratios begin with the longer one. If none of them keeps the limit, it is itself trained for longer,
+    because on other data it may well miss the limit.
     """
-    before, rest = start.recipe.parts, tuple(each for each in start.recipe.passes if not each.compresses)
-    best, longer, failures = start, 0, 0
-
-    def affordable(passes: tuple[Pass, ...]) -> bool:
-        """Whether the training is among the first ones; it then counts."""
-        trained.missed, names = True, [part.name for part in passes]
-        asked = trained.passes
-        if passes not in asked and sum(names == [part.name for part in each] for each in asked) >= facts.trainings:
-            return False
-        asked.add(passes)
-        return True
-
-    for smaller in _by_share_kept(step):
-        parts = (*before, smaller)
-        held: Trial | None = None
-        if not step.trained_only:
-            untrained = dataclasses.replace(start.recipe, passes=(*parts, *rest))
-            yield Ask("compressed", untrained)
-            timed = done[untrained.hash]
-            if timed.state in (State.FAILED, State.SKIPPED):
-                failures += 1
-                if failures == 2 or timed.state is State.SKIPPED:
-                    break
-                continue
-            if not _is_worthwhile(timed, best, facts):
-                continue
-            held = timed if holds(timed) else None
+    best, left = yield from _untrained(start, step, done, facts)
+    longer = 0
+    while left := [(smaller, timed) for smaller, timed in left if timed is None or _is_worthwhile(timed, best, facts)]:
+        middle = (len(left) - 1) // 2
+        held = None
         while held is None and longer < len(facts.updates):
-            passes = (*parts, training(facts.updates[longer]))
-            if not affordable(passes):
+            passes = (*start.recipe.parts, left[middle][0], training(facts.updates[longer]))
+            if not trained.affords(passes, facts):
                 return best
-            recipe = dataclasses.replace(start.recipe, passes=(*passes, *rest))
-            yield Ask("compressed", recipe)
+            yield Ask("compressed", recipe := _with_parts(start.recipe, passes))
             trial = done[recipe.hash]
             if holds(trial):
                 held = trial
+            elif trial.state is State.SKIPPED and longer:
+                break  # there is no time for the longer training
             elif trial.state in (State.FAILED, State.SKIPPED) or trial.ended_by is not None:
                 return best
             if held is None or not _well_within_limit(trial):
                 longer += 1
-        if held is None or (step.trained_only and not _is_worthwhile(held, best, facts)):
+        if held is None:
+            left, longer = left[:middle], 0
+        elif step.trained_only and not _is_worthwhile(held, best, facts):
             break
-        best, longer = held, min(longer, len(facts.updates) - 1)
+        else:
+            best, left, longer = held, left[middle + 1 :], min(longer, len(facts.updates) - 1)
     made = next((step.updates for step in best.recipe.passes if step.name == TRAINER), None)  # type: ignore[attr-defined]
     more = next((updates for updates in facts.updates if made is not None and updates > made), None)
     passes = (*best.recipe.parts, training(more or 0)) if more is not None else ()
-    if best is start or not passes or _well_within_limit(best) or not affordable(passes):
+    if best is start or not passes or _well_within_limit(best) or not trained.affords(passes, facts):
         return best
-    recipe = dataclasses.replace(start.recipe, passes=(*passes, *rest))
-    yield Ask("compressed", recipe)
+    yield Ask("compressed", recipe := _with_parts(start.recipe, passes))
     return max(best, done[recipe.hash], key=lambda trial: (holds(trial), -1.0 if trial.drop is None else -trial.drop.upper))
+
+
+def _untrained(
+    start: Trial, step: Pass, done: Mapping[str, Trial], facts: SearchState
+) -> Generator[Ask, None, tuple[Trial, list[tuple[Pass, Trial | None]]]]:
+    """Ask for ``step`` at each ratio on top of ``start``, mildest first, untrained, which takes seconds and shows the speed.
+
+    Returns the hardest that keeps the limit and pays, or ``start``, and the harder ones with their trials. A step that is not
+    tried without training is returned without a trial.
+    """
+    best, left, failures = start, list[tuple[Pass, Trial | None]](), 0
+    for smaller in _by_share_kept(step):
+        if step.trained_only:
+            left.append((smaller, None))
+            continue
+        yield Ask("compressed", recipe := _with_parts(start.recipe, (*start.recipe.parts, smaller)))
+        timed = done[recipe.hash]
+        if timed.state in (State.FAILED, State.SKIPPED):
+            failures += 1
+            if failures == 2 or timed.state is State.SKIPPED:
+                break
+        elif holds(timed) and _is_worthwhile(timed, best, facts):
+            best, left = timed, []
+        elif not holds(timed):
+            left.append((smaller, timed))
+    return best, left
+
+
+def _with_parts(recipe: Recipe, parts: tuple[Pass, ...]) -> Recipe:
+    """``recipe`` with ``parts`` in the place of its passes that compress and train."""
+    return dataclasses.replace(recipe, passes=(*parts, *(each for each in recipe.passes if not each.compresses)))
 
 
 def _well_within_limit(trial: Trial) -> bool:
