@@ -41,6 +41,9 @@ LONG = 3200
 """Updates of one more training within such a budget."""
 AUTO_ONLY = frozenset({"drop_layers"})
 """Passes that ``compress="prune"`` does not try."""
+SHRINKING = ("prune_channels", "prune_units", "drop_layers")
+"""The passes that make a network smaller, in the order in which they are tried. Without convolutions channels come last: in a
+transformer units and layers gain more."""
 PROMISING = 0.5
 """Least share of the best lossless speed at which a backend is tried with less precision."""
 FOUR_BITS_PAY = 1.3
@@ -260,7 +263,7 @@ def _lossy_order(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
 
 
 def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
-    """Ask for smaller networks on the fastest runtimes: each ratio untrained, trained where it pays, then with less precision.
+    """Ask for smaller networks on the fastest runtimes: ratios untrained, trained where they pay, then with less precision.
 
     An untrained network is as fast as a trained one, and its trial takes seconds. Each pass is tried on top of what the passes
     before it have brought.
@@ -268,7 +271,9 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     if not facts.compress:
         return
     steps = [step for step in search_space.compressing() if "auto" in facts.compress or step.name not in AUTO_ONLY]
-    steps = sorted(steps, key=lambda step: step.name in AUTO_ONLY) if facts.tries("prune") else []
+    order = SHRINKING if facts.convolves else (*SHRINKING[1:], SHRINKING[0])
+    steps = sorted(steps, key=lambda step: order.index(step.name) if step.name in order else len(order))
+    steps = steps if facts.tries("prune") else []
     steps += [PASSES["swap_activations"]()] if "activations" in facts.compress else []
     trained = _AskedTrainings()
     plain = {trial.recipe.backend.name: trial for trial in _fastest(done, exact=True)}
@@ -310,20 +315,34 @@ class _AskedTrainings:
 def _ratios(
     start: Trial, step: Pass, trained: _AskedTrainings, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Trial]:
-    """Ask for ``step`` at each ratio on top of ``start``, untrained, then for trainings: of the middle one of the ratios that
-    pay, then of harder ones if it keeps the limit, of milder ones if not. Returns the fastest trial that keeps the limit.
+    """Ask for ``step`` on top of ``start`` at the middle one of its ratios, then at harder ones while the limit holds and at
+    milder ones where it does not, again from their middle. Returns the fastest trial that keeps the limit.
 
-    So a budget for one training goes to a ratio that gains much. A network that keeps the limit by little, or needed a longer
-    training, lets harder ratios begin with the longer one. If none of them keeps the limit, it is itself trained for longer,
-    because on other data it may well miss the limit.
+    Each ratio is timed untrained, and trained if it pays and does not keep the limit so. Starting from the middle, a budget for
+    one training goes to a ratio that gains much. A network that keeps the limit by little, or needed a longer training, lets
+    harder ratios begin with the longer one. If none of them keeps the limit, it is itself trained for longer, because on other
+    data it may well miss the limit.
     """
-    best, left = yield from _untrained(start, step, done, facts)
-    longer = 0
-    while left := [(smaller, timed) for smaller, timed in left if timed is None or _is_worthwhile(timed, best, facts)]:
-        middle = (len(left) - 1) // 2
-        held = None
+    ratios, best, longer, failures = _by_share_kept(step), start, 0, 0
+    low, high = 0, len(ratios)
+    while low < high:
+        middle, held = (low + high - 1) // 2, None
+        parts = (*start.recipe.parts, ratios[middle])
+        if not step.trained_only:
+            yield Ask("compressed", untrained := _with_parts(start.recipe, parts))
+            timed = done[untrained.hash]
+            failures += timed.state is State.FAILED
+            if timed.state is State.SKIPPED or failures == 2:
+                break
+            if timed.state is State.FAILED:  # it may remove more than can be removed
+                high = middle
+                continue
+            if not _is_worthwhile(timed, best, facts):
+                low = middle + 1
+                continue
+            held = timed if holds(timed) else None
         while held is None and longer < len(facts.updates):
-            passes = (*start.recipe.parts, left[middle][0], training(facts.updates[longer]))
+            passes = (*parts, training(facts.updates[longer]))
             if not trained.affords(passes, facts):
                 return best
             yield Ask("compressed", recipe := _with_parts(start.recipe, passes))
@@ -337,11 +356,11 @@ def _ratios(
             if held is None or not _well_within_limit(trial):
                 longer += 1
         if held is None:
-            left, longer = left[:middle], 0
+            high, longer = middle, 0
         elif step.trained_only and not _is_worthwhile(held, best, facts):
             break
         else:
-            best, left, longer = held, left[middle + 1 :], min(longer, len(facts.updates) - 1)
+            best, low, longer = held, middle + 1, min(longer, len(facts.updates) - 1)
     made = next((step.updates for step in best.recipe.passes if step.name == TRAINER), None)  # type: ignore[attr-defined]
     more = next((updates for updates in facts.updates if made is not None and updates > made), None)
     passes = (*best.recipe.parts, training(more or 0)) if more is not None else ()
@@ -349,32 +368,6 @@ def _ratios(
         return best
     yield Ask("compressed", recipe := _with_parts(start.recipe, passes))
     return max(best, done[recipe.hash], key=lambda trial: (holds(trial), -1.0 if trial.drop is None else -trial.drop.upper))
-
-
-def _untrained(
-    start: Trial, step: Pass, done: Mapping[str, Trial], facts: SearchState
-) -> Generator[Ask, None, tuple[Trial, list[tuple[Pass, Trial | None]]]]:
-    """Ask for ``step`` at each ratio on top of ``start``, mildest first, untrained, which takes seconds and shows the speed.
-
-    Returns the hardest that keeps the limit and pays, or ``start``, and the harder ones with their trials. A step that is not
-    tried without training is returned without a trial.
-    """
-    best, left, failures = start, list[tuple[Pass, Trial | None]](), 0
-    for smaller in _by_share_kept(step):
-        if step.trained_only:
-            left.append((smaller, None))
-            continue
-        yield Ask("compressed", recipe := _with_parts(start.recipe, (*start.recipe.parts, smaller)))
-        timed = done[recipe.hash]
-        if timed.state in (State.FAILED, State.SKIPPED):
-            failures += 1
-            if failures == 2 or timed.state is State.SKIPPED:
-                break
-        elif holds(timed) and _is_worthwhile(timed, best, facts):
-            best, left = timed, []
-        elif not holds(timed):
-            left.append((smaller, timed))
-    return best, left
 
 
 def _with_parts(recipe: Recipe, parts: tuple[Pass, ...]) -> Recipe:
