@@ -204,7 +204,9 @@ def test_nothing_is_compressed_unless_asked_for() -> None:
 
 def test_the_middle_ratio_is_timed_then_trained_and_harder_ones_follow_while_the_limit_holds() -> None:
     trials = compressing(by_ratio)
-    assert asked(trials, "openvino") == ["0.5", "0.5 200", "0.35", "0.35 200", "0.35 800", "0.25"], "three trainings are the most"
+    assert asked(trials, "openvino") == ["0.5", "0.5 200", "0.35", "0.35 200", "0.35 800", "0.25"], (
+        "three trainings are the most"
+    )
     assert {trial.recipe.backend.name for trial in trials} <= {"openvino", "aoti", "inductor"}, "the fastest two runtimes"
     of_openvino = [trial.recipe.backend for trial in trials if trial.recipe.backend.name == "openvino"]
     assert not any(backend.exact for backend in of_openvino), "where 8 bits keep the limit, smaller networks have 8 bits"
