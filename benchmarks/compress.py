@@ -1,6 +1,6 @@
 """Whether compression pays: six networks, each against itself as written and against the best without compression.
 
-    python benchmarks/compress.py                          # all six, about six minutes each on a quiet machine
+    python benchmarks/compress.py                          # all six, three to fourteen minutes each on a quiet machine
     python benchmarks/compress.py --only resnet mobilenet  # these; each result is appended to benchmarks/results/compress.jsonl
     python benchmarks/compress.py --only digits --peers    # and the peers, in the same run
     python benchmarks/compress.py --summary                # the means over the latest result of each network, and the targets
@@ -47,9 +47,9 @@ BUDGETS = {
     "digits": (40, 150),
     "recurrent": (40, 150),
     "tabular": (30, 60),
-    "resnet": (50, 170),
-    "mobilenet": (50, 170),
-    "minilm": (60, 170),
+    "resnet": (100, 340),
+    "mobilenet": (100, 340),
+    "minilm": (120, 340),
 }
 """Seconds of the search without compression, and of what follows with it and, in another folder, without."""
 TIMED_S = 12.0

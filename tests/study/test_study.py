@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import pwd
@@ -314,6 +315,31 @@ def test_passes_that_remove_other_parts_are_tried_on_top_of_each_other() -> None
     best = max(found, key=lambda trial: trial.speedup.value if trial.speedup else 0.0)
     shares = {step.name: step.keep for step in best.recipe.passes if hasattr(step, "keep")}
     assert shares == {"prune_units": 0.5, "drop_layers": 0.75}
+
+
+def test_parts_that_can_go_untrained_go_before_anything_is_trained() -> None:
+    def shallow(recipe: Recipe) -> Trial:
+        found, steps = by_backend(recipe), {step.name: step for step in recipe.passes if step.compresses}
+        if "prune_channels" in steps or found.speedup is None:
+            return Trial(recipe=recipe, state=State.SKIPPED, reason="It is a transformer.")
+        shares = {name: getattr(step, "keep", 1.0) for name, step in steps.items()}
+        kept = "recover" in steps or (shares.get("prune_units", 1.0) == 1.0 and shares.get("drop_layers", 1.0) >= 0.5)
+        lost = drop(0.0 if kept else 0.5, 0.01 if kept else 0.6, 0.02, kept)
+        plain = by_backend(Recipe(backend=recipe.backend)).speedup.value  # type: ignore[union-attr]
+        return dataclasses.replace(complete(recipe, plain / math.prod(shares.values())), drop=lost if steps else None)
+
+    asked = [trial.recipe for trial in compressing(shallow, ("auto",)) if trial.recipe.backend.name == "openvino"]
+    parts = [[(step.name, step.keep) for step in recipe.parts if hasattr(step, "keep")] for recipe in asked]
+    assert parts[:4] == [
+        [("prune_units", 0.5)],
+        [("drop_layers", 0.5)],
+        [("drop_layers", 0.35)],
+        [("drop_layers", 0.5), ("prune_channels", 0.5)],
+    ]
+    first = next(n for n, recipe in enumerate(asked) if recipe.training is not None)
+    assert parts[first] == [("drop_layers", 0.5), ("prune_units", 0.5)]
+    assert all(len({name for name, _ in each}) == len(each) for each in parts), "no pass twice"
+    assert [("prune_units", 0.25), ("drop_layers", 0.35)] in parts, "a pass that went untrained goes on with training"
 
 
 def test_a_pass_that_cannot_run_is_asked_once_for_each_form() -> None:

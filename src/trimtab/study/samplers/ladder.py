@@ -280,6 +280,9 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     for fastest in _fastest(done):
         for base in (fastest, plain.get(fastest.recipe.backend.name, fastest)):
             best, trained.missed = base, False
+            for step in steps:  # what costs no training comes first
+                if not step.trained_only:
+                    best = yield from _ratios(best, step, None, done, facts)
             for step in steps:
                 best = yield from _ratios(best, step, trained, done, facts)
             if facts.tries("distill"):
@@ -313,7 +316,7 @@ class _AskedTrainings:
 
 
 def _ratios(
-    start: Trial, step: Pass, trained: _AskedTrainings, done: Mapping[str, Trial], facts: SearchState
+    start: Trial, step: Pass, trained: _AskedTrainings | None, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Trial]:
     """Ask for ``step`` on top of ``start`` at the middle one of its ratios, then at harder ones while the limit holds and at
     milder ones where it does not, again from their middle. Returns the fastest trial that keeps the limit.
@@ -321,13 +324,14 @@ def _ratios(
     Each ratio is timed untrained, and trained if it pays and does not keep the limit so. Starting from the middle, a budget for
     one training goes to a ratio that gains much. A network that keeps the limit by little, or needed a longer training, lets
     harder ratios begin with the longer one. If none of them keeps the limit, it is itself trained for longer, because on other
-    data it may well miss the limit.
+    data it may well miss the limit. Without ``trained`` nothing is trained, and the first ratio that misses the limit ends it.
     """
     ratios, best, longer, failures = _by_share_kept(step), start, 0, 0
-    low, high = 0, len(ratios)
+    before = tuple(part for part in start.recipe.parts if part.name != step.name)
+    low, high = 1 + max((ratios.index(part) for part in start.recipe.parts if part in ratios), default=-1), len(ratios)
     while low < high:
         middle, held = (low + high - 1) // 2, None
-        parts = (*start.recipe.parts, ratios[middle])
+        parts = (*before, ratios[middle])
         if not step.trained_only:
             yield Ask("compressed", untrained := _with_parts(start.recipe, parts))
             timed = done[untrained.hash]
@@ -341,7 +345,9 @@ def _ratios(
                 low = middle + 1
                 continue
             held = timed if holds(timed) else None
-        while held is None and longer < len(facts.updates):
+        if trained is None and held is None:
+            break
+        while trained is not None and held is None and longer < len(facts.updates):
             passes = (*parts, training(facts.updates[longer]))
             if not trained.affords(passes, facts):
                 return best
@@ -364,7 +370,7 @@ def _ratios(
     made = next((step.updates for step in best.recipe.passes if step.name == TRAINER), None)  # type: ignore[attr-defined]
     more = next((updates for updates in facts.updates if made is not None and updates > made), None)
     passes = (*best.recipe.parts, training(more or 0)) if more is not None else ()
-    if best is start or not passes or _well_within_limit(best) or not trained.affords(passes, facts):
+    if trained is None or best is start or not passes or _well_within_limit(best) or not trained.affords(passes, facts):
         return best
     yield Ask("compressed", recipe := _with_parts(start.recipe, passes))
     return max(best, done[recipe.hash], key=lambda trial: (holds(trial), -1.0 if trial.drop is None else -trial.drop.upper))
