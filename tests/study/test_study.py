@@ -27,7 +27,7 @@ from trimtab.core.backend import BACKENDS
 from trimtab.core.limits import Limits
 from trimtab.core.measurement import Drop, Interval, Measurement
 from trimtab.core.recipe import Recipe
-from trimtab.core.technique import PASSES
+from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
 from trimtab.errors import StorageError, UsageError
 from trimtab.evaluation.evaluate import per_second
@@ -340,6 +340,23 @@ def test_parts_that_can_go_untrained_go_before_anything_is_trained() -> None:
     assert parts[first] == [("drop_layers", 0.5), ("prune_units", 0.5)]
     assert all(len({name for name, _ in each}) == len(each) for each in parts), "no pass twice"
     assert [("prune_units", 0.25), ("drop_layers", 0.35)] in parts, "a pass that went untrained goes on with training"
+
+
+def test_the_whole_network_is_confirmed_if_all_smaller_ones_fail_on_the_test_data() -> None:
+    openvino, onnxruntime = BACKENDS["openvino"], BACKENDS["onnxruntime"]
+
+    def cut(keep: float) -> tuple[Pass, ...]:
+        return (PASSES["prune_channels"](keep=keep),)  # type: ignore[call-arg]
+
+    half, same, third, quarter = (Recipe(passes=cut(keep), backend=openvino()) for keep in (0.5, 0.5, 0.35, 0.25))
+    again = dataclasses.replace(same, backend=onnxruntime())
+    int8, exact = Recipe(backend=openvino(precision="int8_static")), Recipe(backend=openvino())  # type: ignore[call-arg]
+    recipes = [half, again, third, quarter, int8, exact, Recipe(backend=onnxruntime())]
+    trials = [complete(recipe, 20.0 - place) for place, recipe in enumerate(recipes)]
+    chosen = [trial.recipe for trial in ranking.to_confirm(trials)]
+    assert chosen == [half, third, quarter, int8, exact], "each network once, then the whole one, then a lossless form"
+    assert [trial.recipe for trial in ranking.to_confirm(trials[4:])] == recipes[4:]
+    assert [trial.recipe for trial in ranking.to_confirm(trials[2:6])] == [third, quarter, int8, exact]
 
 
 def test_a_pass_that_cannot_run_is_asked_once_for_each_form() -> None:

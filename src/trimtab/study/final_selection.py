@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab._internal.files import delete
@@ -23,7 +23,7 @@ from trimtab.study.confirmation import confirm
 from trimtab.study.result import ARTIFACT, Best
 from trimtab.study.runoff import run_off
 from trimtab.study.samplers.ladder import as_written
-from trimtab.study.study import KEEP, Study
+from trimtab.study.study import Study
 
 NEAR = 1.2
 """An original that misses a limit by less than this factor is measured again: the search measured it only once."""
@@ -86,7 +86,7 @@ class _FinalSelection:
         study, must_win = self.study, self.original_within_limits()
         if not must_win and not ranking.ranked(self.known(), self.limits, self.objective):
             return "limits_not_met", self.unmet(), None
-        tried = to_confirm(run_off(study, ahead(study, self.remeasured), until=until))
+        tried = ranking.to_confirm(run_off(study, ahead(study, self.remeasured), until=until))
         study.report_load_change()
         winner = "confirming the winner in fresh processes, on the test data"
         study.progress.stage(winner if tried else "nothing seems faster: writing the original as an artifact")
@@ -107,7 +107,9 @@ class _FinalSelection:
             words = f"Nothing better was confirmed, and the original cannot ship: {best.confirmation.reason}"
             return "kept_original", words, best
         # the original cannot ship, so that a trial within the limits need not be faster
-        found, lost = self.first_confirmed(to_confirm(ahead(study, self.remeasured), without=self.refused()), must_win=False)
+        refused = self.refused()
+        left = [trial for trial in ahead(study, self.remeasured) if trial.recipe.hash not in refused]
+        found, lost = self.first_confirmed(ranking.to_confirm(left), must_win=False)
         if found is not None:
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         return "limits_not_met", self.unmet(), None
@@ -202,12 +204,6 @@ def _restorable(artifact: pathlib.Path) -> Iterator[Callable[[], None]]:
         if aside.exists():
             delete(artifact)
             os.replace(aside, artifact)
-
-
-def to_confirm(trials: Sequence[Trial], *, without: Collection[str] = ()) -> list[Trial]:
-    """The trials to confirm: the first few, and the best lossless one, because all lossy ones may fail on the test data."""
-    found = [trial for trial in trials if trial.recipe.hash not in without]
-    return [*found[:KEEP], *[trial for trial in found[KEEP:] if trial.recipe.exact][:1]]
 
 
 def _sure_speedup(found: Best) -> float:

@@ -40,6 +40,8 @@ HOPELESS = 0.5
 """A recipe surely below this share of the best speed ends after its first timing; later stages do not gain a factor of 2."""
 MOST_CONTENDERS = 2
 """Largest number of recipes in a runoff against the first."""
+KEEP = 3
+"""Most of the fastest trials that are confirmed on the test data, one after the other, until one holds."""
 LEAST_TIMING_S, TIMED, EARLY = 1.0, 0.1, 0.04
 """Least seconds of a timing, and its maximum share of the remaining budget: of any trial, and of those that the search begins
 with."""
@@ -221,6 +223,22 @@ def ranked(trials: Iterable[Trial], limits: Limits, objective: Objective) -> lis
         return kept
     paying = [trial for trial in kept if not trial.recipe.exact and surely_better(trial, exact, objective)]
     return [*paying, exact, *(trial for trial in kept if trial not in paying and trial is not exact)]
+
+
+def to_confirm(best_first: Sequence[Trial]) -> list[Trial]:
+    """The trials that may be confirmed, until one holds: the first few, each of another network if they are smaller ones; then
+    the first of the whole network, if none of those is; then the first lossless one, because all others may lose too much on
+    the test data."""
+    found, networks = list[Trial](), set[tuple[object, ...]]()
+    for trial in best_first:
+        network = tuple(step for step in trial.recipe.passes if step.compresses)
+        if len(found) < KEEP and not (network and network in networks):
+            found.append(trial)
+            networks.add(network)
+    rest = [trial for trial in best_first if trial not in found]
+    if all(trial.recipe.compresses for trial in found):
+        found += [trial for trial in rest if not trial.recipe.compresses][:1]
+    return found + [trial for trial in rest if trial.recipe.exact and trial not in found][:1]
 
 
 def speed_thresholds(recipe: Recipe, trials: Iterable[Trial], limits: Limits, objective: Objective) -> dict[str, float]:

@@ -48,8 +48,6 @@ COMPILATION_S = 40.0
 """Expected seconds of the first compilation of a training, beside those of another trial."""
 LENT = 0.5
 """Share of the time kept for the confirmation that the first form of a runtime may take."""
-KEEP = 3
-"""Number of best trials whose files stay on disk, so that the next one can ship if a confirmation fails."""
 
 
 class Study:
@@ -378,9 +376,8 @@ class Study:
     def _delete_unneeded_files(self) -> None:
         """Delete the built files of trials that can no longer become the artifact."""
         ranked = ranking.ranked(self._trials, self.options.limits, self.options.objective)
-        exact = [trial for trial in ranked if trial.recipe.exact]
         contenders = (*ranking.possibly_faster(ranked), *ranking.with_fewer_threads(ranked))
-        keep = {trial.recipe.hash for trial in (*ranked[:KEEP], *exact[:1], *contenders)}
+        keep = {trial.recipe.hash for trial in (*ranking.to_confirm(ranked), *contenders)}
         if (eager := self.to_beat) is not None:
             keep.add(eager.recipe.hash)
         for trial in self._trials:

@@ -14,7 +14,7 @@ from trimtab.evaluation.confirm import Confirmation
 from trimtab.execution.trial_runner import RIVALS
 from trimtab.study import conclusions, ranking
 from trimtab.study.confirmation import confirm
-from trimtab.study.final_selection import no_baseline, to_confirm
+from trimtab.study.final_selection import no_baseline
 from trimtab.study.result import Best
 from trimtab.study.study import Study
 
@@ -59,7 +59,7 @@ def finish(study: Study, *, end: float | None = None) -> tuple[ranking.Status, s
     lost: list[str] = []
     must_win = ranking.feasible(original, limits)
     with study.runner.servers(RIVALS) as rivals:
-        for trial in to_confirm(ahead):
+        for trial in ranking.to_confirm(ahead):
             more = end is None or time.monotonic() < end
             found = confirm(study, trial, original, rivals, must_win=must_win, once_more=more)
             if found.confirmation.ok:
