@@ -261,7 +261,8 @@ def test_eight_bits_that_collapse_are_rescued_by_layers_in_float_and_ship(tmp_pa
     assert best.confirmation.drop.decided, "the limit holds on data that the search never saw"
     assert best.trial.recipe.backend.float_layers in (1, 2)
     assert any("Layers in float, which rounding harms most: " in note for note in best.trial.notes)
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    (report,) = (tmp_path / "run").glob("*-report.html")
+    page = report.read_text(encoding="utf-8")
     assert "Sensitivity of the layers to 8 bits" in page
     assert best.trial.speedup.low > max(t.speedup.high for t in result.trials if t.recipe.exact), "8 bits pay here"
 
