@@ -272,17 +272,15 @@ def _compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         return
     steps = [step for step in search_space.compressing() if "auto" in facts.compress or step.name not in AUTO_ONLY]
     order = SHRINKING if facts.convolves else (*SHRINKING[1:], SHRINKING[0])
-    steps = sorted(steps, key=lambda step: order.index(step.name) if step.name in order else len(order))
-    steps = steps if facts.tries("prune") else []
+    steps = sorted(steps, key=lambda step: (*order, step.name).index(step.name)) if facts.tries("prune") else []
     steps += [PASSES["swap_activations"]()] if "activations" in facts.compress else []
     trained = _AskedTrainings()
     plain = {trial.recipe.backend.name: trial for trial in _fastest(done, exact=True)}
     for fastest in _fastest(done):
         for base in (fastest, plain.get(fastest.recipe.backend.name, fastest)):
             best, trained.missed = base, False
-            for step in steps:  # what costs no training comes first
-                if not step.trained_only:
-                    best = yield from _ratios(best, step, None, done, facts)
+            for step in (each for each in steps if not each.trained_only):  # what costs no training comes first
+                best = yield from _ratios(best, step, None, done, facts)
             for step in steps:
                 best = yield from _ratios(best, step, trained, done, facts)
             if facts.tries("distill"):
