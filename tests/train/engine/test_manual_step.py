@@ -203,6 +203,23 @@ def test_the_precision_of_a_driving_loss_is_that_of_the_settings() -> None:
     assert torch.equal(model.weight, hand.weight)
 
 
+def test_autocast_of_the_function_itself_sees_the_weights_of_each_step() -> None:
+    """In one block of autocast the casts of weights are cached, also across a step, unless the cache is emptied."""
+    seen: list[bool] = []
+
+    def regress(run: ManualRun, batch: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            run.backward((run.model(batch).float() - 1).square().mean())
+            run.step()
+            after = run.model(batch)
+            torch.clear_autocast_cache()
+            seen.append(torch.equal(after, run.model(batch)))
+
+    model = nn.Linear(2, 1)
+    Trainer(model, loss=regress, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5)).fit(data(), epochs=1)
+    assert seen == [True] * 6
+
+
 def test_lbfgs_by_its_closure(tmp_path: pathlib.Path) -> None:
     """Equal to the bit with a loss of outputs and targets, with a driving function, by hand, and resumed."""
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(2))

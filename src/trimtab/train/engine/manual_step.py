@@ -256,10 +256,15 @@ class ManualStep(Step):
             optimizer.step(computed)
 
     def _without_autocast(self, compute: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """The result of ``compute`` outside of autocast, whose cached casts of parameters it makes stale."""
-        if not self._autocasts:
-            return compute(*arguments, **options)
-        with torch.autocast(self.settings.device, enabled=False):
+        """The result of ``compute`` outside of the run's autocast.
+
+        The cache of autocast, the function's own included, is emptied: it holds casts of parameters before a step, with a graph
+        that a backward pass has freed.
+        """
+        if self._autocasts:
+            with torch.autocast(self.settings.device, enabled=False):
+                found = compute(*arguments, **options)
+        else:
             found = compute(*arguments, **options)
         torch.clear_autocast_cache()
         return found
