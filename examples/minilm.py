@@ -37,6 +37,9 @@ transformers.logging.set_verbosity_error()  # else it reports at every start tha
 LENGTH, TOGETHER = 48, 8
 """Tokens of the example text, and pairs of words that are embedded in one call."""
 
+PAIRS = ("wordsim353.tsv", "simlex999.txt")
+"""Lists of word pairs beside the corpus; the example is judged by the first."""
+
 Item = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -87,11 +90,15 @@ def corpus(name: str) -> list[str]:
     return (folder / "test" / "test_data" / name).read_text(encoding="latin-1").splitlines()
 
 
-def pairs() -> list[Item]:
-    """WordSim353, eight pairs at a time: ``((ids, mask), ratings)``, where the words of a pair follow each other."""
-    rows = [line.split("\t") for line in corpus("wordsim353.tsv") if not line.startswith("#")]
-    items = []
-    for some in (rows[i : i + TOGETHER] for i in range(0, len(rows), TOGETHER)):
+def rows(name: str) -> list[list[str]]:
+    """Two words and their rating, of each pair of a list."""
+    return [line.split("\t") for line in corpus(name) if line and not line.startswith("#")]
+
+
+def pairs(name: str = PAIRS[0]) -> list[Item]:
+    """The pairs of a list, eight at a time: ``((ids, mask), ratings)``, where the words of a pair follow each other."""
+    found, items = rows(name), []
+    for some in (found[i : i + TOGETHER] for i in range(0, len(found), TOGETHER)):
         words = [word for first, second, _ in some for word in (first, second)]
         items.append((tokenize(words), torch.tensor([float(rating) for _, _, rating in some])))
     return items

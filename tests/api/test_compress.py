@@ -27,7 +27,7 @@ from trimtab.errors import UsageError
 from trimtab.passes.common.trained_weights import FOLDER, read_progress
 from trimtab.study.options import Options, parse_ways
 from trimtab.study.record import Record
-from trimtab.study.samplers import ladder, quantization
+from trimtab.study.samplers import compression, quantization
 
 pytest.importorskip("torch_pruning")
 
@@ -83,8 +83,8 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
     monkeypatch.setattr(search_space, "variants", lambda technique, without=(): [])
     for name in ("rewrites", "knobs"):
         monkeypatch.setattr(search_space, name, list)
-    monkeypatch.setattr(ladder, "PAYS", 0.0)  # whatever the timing says
-    monkeypatch.setattr(ladder, "holds", holds_if_trained)
+    monkeypatch.setattr(compression, "is_worthwhile", lambda *_: True)  # whatever the timing says
+    monkeypatch.setattr(compression, "holds", holds_if_trained)
     asked: dict[str, Any] = {"limits": Limits(max_drop=0.05), "compress": "prune", "timing_seconds": 0.4, "out": "run"}
     cut = trimtab.optimize("halves.py", trials=9, train_budget=0.2, **asked)
     (stopped,) = cut.study.trainings.all
@@ -120,9 +120,10 @@ ALONE = """
 import sys
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
-from trimtab.study.samplers import ladder, quantization
-ladder.PAYS = 0.0
-ladder.holds = lambda trial: quantization.holds(trial) and (trial.recipe.training is not None or not trial.recipe.compresses)
+from trimtab.study.samplers import compression, quantization
+compression.is_worthwhile = lambda *_: True
+holds = quantization.holds
+compression.holds = lambda trial: holds(trial) and (trial.recipe.training is not None or not trial.recipe.compresses)
 search_space.backends = lambda: [BACKENDS["onnxruntime"]()]
 search_space.variants = lambda technique, without=(): []
 search_space.rewrites = search_space.knobs = list

@@ -42,7 +42,7 @@ from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.record import Record
 from trimtab.study.samplers.greedy import GreedySampler, trained_as_written
-from trimtab.study.samplers.ladder import SearchState
+from trimtab.study.samplers.sampler import SearchState
 from trimtab.study.study import Study
 from trimtab.study.task import TrainingTask
 from trimtab.train.data.loader import Loader

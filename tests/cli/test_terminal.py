@@ -36,7 +36,7 @@ from trimtab.core.measurement import Drop, Interval
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES
 from trimtab.core.trial import State, Trial
-from trimtab.study.samplers.ladder import Ask
+from trimtab.study.samplers.sampler import Ask
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -23,7 +23,7 @@ from trimtab.evaluation.evaluate import as_trial
 from trimtab.execution.fork_pool import Workers
 from trimtab.study.final_selection import finish
 from trimtab.study.options import Options
-from trimtab.study.samplers.ladder import Ask
+from trimtab.study.samplers.sampler import Ask
 from trimtab.study.study import Study
 from trimtab.train.telemetry.events import JsonLines, Remarked
 

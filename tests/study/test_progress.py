@@ -27,7 +27,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.trial import State, Trial
 from trimtab.errors import WorkloadError
 from trimtab.study.progress import INTERRUPTED, Printed
-from trimtab.study.samplers.ladder import Ask
+from trimtab.study.samplers.sampler import Ask
 
 STRANGE = "x.cpp:100: \x1b]0;owned\x07\x1b[31m no kernel"
 PLAIN = "x.cpp:100: "

@@ -20,7 +20,7 @@ from trimtab.evaluation.evaluate import BUILT
 from trimtab.execution.fork_pool import Workers
 from trimtab.study.options import Options
 from trimtab.study.runoff import _displaces, _key, contenders, run_off
-from trimtab.study.samplers.ladder import Ask
+from trimtab.study.samplers.sampler import Ask
 from trimtab.study.study import Study
 
 EXACT, LOSSY = Recipe(backend=OnnxRuntime()), Recipe(backend=OnnxRuntime(precision="int8_dynamic"))

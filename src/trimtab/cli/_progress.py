@@ -25,7 +25,7 @@ from trimtab.study.progress import INTERRUPTED, Printed, Progress, outcome, trai
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from trimtab.core.trial import Trial
     from trimtab.study.record import Record
-    from trimtab.study.samplers.ladder import Ask
+    from trimtab.study.samplers.sampler import Ask
 
 REFRESHES = 4
 """Refreshes per second. One takes about 1 ms of CPU time, which must not disturb the measurements."""

@@ -39,7 +39,7 @@ class PruneChannels(ShrinkingPass):
     words = "{keep:.0%} of the channels"
     requires = ("torch_pruning",)
 
-    keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5
+    keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25, 0.12)] = 0.5
     """Share of the channels that stay."""
 
     def why_not(self, candidate: Candidate) -> str | None:

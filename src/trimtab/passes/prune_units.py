@@ -40,7 +40,7 @@ class PruneUnits(ShrinkingPass):
 
     words = "{keep:.0%} of the feed-forward units and heads"
 
-    keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25)] = 0.5
+    keep: Annotated[float, Choice(0.75, 0.5, 0.35, 0.25, 0.12)] = 0.5
     """Share of the units and heads that stay."""
 
     def why_not(self, candidate: Candidate) -> str | None:

@@ -13,7 +13,7 @@ from trimtab._internal.text import counted, plain
 if typing.TYPE_CHECKING:  # these import torch, which takes seconds
     from trimtab.core.trial import Trial
     from trimtab.study.record import Record
-    from trimtab.study.samplers.ladder import Ask
+    from trimtab.study.samplers.sampler import Ask
 
 TRAINING_LINE_S = 10.0
 """Seconds between two lines about a training."""

@@ -33,8 +33,7 @@ from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.progress import Progress
 from trimtab.study.record import Prepared, Record, claim
-from trimtab.study.samplers.ladder import LONG, MORE_TRAININGS, MOST_TRAININGS, Ask, SearchState
-from trimtab.study.samplers.quantization import UPDATES
+from trimtab.study.samplers.sampler import LONG, MORE_TRAININGS, MOST_TRAININGS, UPDATES, Ask, SearchState
 from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage, sqlite_url
 from trimtab.study.task import InferenceTask, Task

@@ -18,7 +18,8 @@ from trimtab.execution.trial_runner import PREPARE
 from trimtab.study import ranking
 from trimtab.study.options import Options
 from trimtab.study.samplers.greedy import GreedySampler, trained_as_written
-from trimtab.study.samplers.ladder import Ladder, Sampler, as_written
+from trimtab.study.samplers.ladder import Ladder, as_written
+from trimtab.study.samplers.sampler import Sampler
 from trimtab.study.samplers.tpe import Tpe
 from trimtab.study.storage import Storage
 

@@ -10,7 +10,7 @@ from trimtab.core.backend import BACKENDS
 from trimtab.core.recipe import Recipe
 from trimtab.core.technique import Pass
 from trimtab.core.trial import Trial
-from trimtab.study.samplers.ladder import Ask, Sampler, SearchState
+from trimtab.study.samplers.sampler import Ask, Sampler, SearchState
 
 
 def trained_as_written() -> Recipe:

@@ -14,11 +14,12 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
 from trimtab.hardware import environment
+from trimtab.study.samplers.sampler import UPDATES, SearchState
 
-UPDATES = (200, 800)
-"""Updates of a training, and of the second one where the first did not keep the accuracy limit."""
 PAYS = 1.15
 """Least gain of another form of the network, below which it is not trained."""
+PROMISING = 0.5
+"""Least share of the best lossless speed at which a backend is tried with less precision, or with a smaller network."""
 QUANTIZER, TRAINER = "fake_quant", "recover"
 CLOSE = 0.9
 """Least share of the best speed at which other forms of static int8 are tried on a CPU without VNNI."""
@@ -154,3 +155,33 @@ def trained_int8(
 def training(updates: int) -> Pass:
     """The pass that trains what the passes before it made, with a number of updates."""
     return dataclasses.replace(PASSES[TRAINER](), updates=updates)  # type: ignore[call-arg]
+
+
+def lossy(backend: Backend, facts: SearchState) -> list[Backend]:
+    """The lossy variants of ``backend``, most promising first; 4-bit weights only if small files are asked for."""
+    found = [each for each in search_space.variants(backend) if not each.exact and (facts.small or not is_four_bits(each))]
+    return sorted(found, key=lambda each: _lossy_order(each, facts))
+
+
+def is_four_bits(backend: Backend) -> bool:
+    return str(getattr(backend, "precision", "")).startswith("int4")
+
+
+def _lossy_order(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
+    """Sort key for lossy backends, most promising first, because the budget may end in between."""
+    calibrated, eight_bits = "calibration" in backend.needs, str(getattr(backend, "precision", "")).startswith("int8")
+    return (not calibrated,) if facts.convolves else (not eight_bits, calibrated)
+
+
+def same_precision(one: Backend, other: Backend) -> bool:
+    return getattr(one, "precision", None) == getattr(other, "precision", None)
+
+
+def is_worthwhile(trial: Trial, over: Trial, facts: SearchState, least: float = PAYS) -> bool:
+    """Whether ``trial`` is better than ``over`` in the objective by the factor ``least``, from which on it is worth a training,
+    or one is unmeasured."""
+    one, other = facts.value(trial), facts.value(over)
+    if one is None or other is None:
+        return True
+    gain = other / one if one < 0 else speed(trial) / max(speed(over), 1e-9)  # memory and size are negated
+    return gain >= least

@@ -15,8 +15,12 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import Trial
 from trimtab.errors import UsageError
-from trimtab.study.samplers.ladder import MOST_DECLINED, Ask, Sampler, SearchState, first_asks
+from trimtab.study.samplers.ladder import first_asks
+from trimtab.study.samplers.sampler import Ask, Sampler, SearchState
 from trimtab.study.storage import Storage
+
+MOST_DECLINED = 10
+"""Suggestions of optuna beyond the remaining budget after which the search ends."""
 
 
 class Tpe(Sampler):
