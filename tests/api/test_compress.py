@@ -265,7 +265,6 @@ def test_eight_bits_that_collapse_are_rescued_by_layers_in_float_and_ship(tmp_pa
     (report,) = (tmp_path / "run").glob("*-report.html")
     page = report.read_text(encoding="utf-8")
     assert "Sensitivity of the layers to 8 bits" in page
-    assert best.trial.speedup.low > max(t.speedup.high for t in result.trials if t.recipe.exact), "8 bits pay here"
 
 
 def test_it_is_refused_where_it_makes_no_sense(tmp_path) -> None:
