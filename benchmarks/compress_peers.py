@@ -2,8 +2,8 @@
 
 Torch-Pruning removes a uniform half of the channels and is fine-tuned with labels; the result runs in ONNX Runtime. NNCF
 quantizes with accuracy control on the selection data; the result runs in OpenVINO. Neural Compressor tunes the precision
-itself; the result runs in torch, as it documents. Every form is scored on the test data and timed in turns with our artifact,
-in this process, with one thread and one example a call.
+itself; torch.compile runs the result, as it documents. Every form is scored on the test data and timed in turns with our
+artifact, in this process, with one thread and one example a call.
 """
 
 from __future__ import annotations
@@ -169,25 +169,32 @@ def nncf_control(workload: trimtab.Workload, limit: float) -> Call:
 
 
 def neural_compressor(workload: trimtab.Workload, limit: float) -> Call:
-    """``autotune``; https://intel.github.io/neural-compressor/latest/docs/source/3x/autotune.html."""
+    """``autotune`` of static int8, exported before and compiled after it;
+    https://intel.github.io/neural-compressor/latest/docs/source/3x/PT_StaticQuant.html."""
     if importlib.util.find_spec("neural_compressor") is None:
         raise ModuleNotFoundError("not installed here: pip install neural-compressor-pt")
+    from neural_compressor.torch.export import export
     from neural_compressor.torch.quantization import StaticQuantConfig, TuningConfig, autotune
+    from torch._inductor import config as inductor
 
     model, (args, _) = workload.build_model().eval(), as_call(workload.inputs)
     calibration: Any = workload.calibration
+    calls = [(one,) for one in calibration[:256].split(1)] if isinstance(calibration, torch.Tensor) else calibration
+    several = tuple(torch.cat([each, each]) for each in args)  # torch.export takes a batch of one for a constant
+    axes = tuple(dict.fromkeys(range(2) if len(args) > 1 else (0,), torch.export.Dim.AUTO) for _ in args)
 
     def run_over(model: Call) -> None:
-        for one in calibration[:256].split(1):
-            model(one)
+        for inputs in calls:
+            model(*inputs)
 
     found = autotune(
-        model=model,
-        tune_config=TuningConfig(config_set=StaticQuantConfig.get_config_set_for_tuning(), tolerable_loss=limit),
+        model=export(model, several, dynamic_shapes=axes),
+        tune_config=TuningConfig(config_set=[StaticQuantConfig.get_config_set_for_tuning()], tolerable_loss=limit),
         eval_fn=lambda model: judged(workload, model),
         run_fn=run_over,
-        example_inputs=args,
+        example_inputs=several,
     )
     if found is None:
         raise RuntimeError(f"no form within a loss of {limit:.0%}")
-    return found
+    inductor.freezing = True
+    return torch.no_grad()(torch.compile(found))
