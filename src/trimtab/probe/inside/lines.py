@@ -15,9 +15,9 @@ from trimtab.probe.inside.sites import Place, stack
 
 EVERY_S, MOST_S = 0.005, 0.05
 """Least and most seconds between two samples."""
-SHARE = 0.01
+SHARE = 0.005
 """Largest share of a core that the sampling thread uses. A sample took 100 to 200 us of CPU time in a virtual machine, where
-waking a core takes long."""
+waking a core takes long. The watched thread waits for the GIL meanwhile, which takes about as long again."""
 
 SWITCH_S = 0.0005
 """Switch interval of Python in seconds. With the default of 5 ms most samples fall on calls that release the GIL."""

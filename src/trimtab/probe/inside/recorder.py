@@ -48,8 +48,8 @@ MOST_GRAPH_CALLS = 30
 
 USAGE_EVERY_NS = 20_000_000
 """Least time between two readings of the process's usage, which take as long as all other hooks of a step of a few ms."""
-LEAST_NS = 500_000_000
-"""Least time of the measured steps, for enough samples of lines; but at most three times as many steps as wanted."""
+LEAST_NS, MOST_STEPS = 1_000_000_000, 6
+"""Least time of the measured steps, for enough samples of lines; but at most that many times the steps wanted."""
 WANTED = int(PLAN.get("steps") or 40)
 
 Snapshot = tuple[int, tuple[int, ...], int, int, int, int, int]
@@ -201,7 +201,7 @@ def _mark(key: Key) -> None:
         _clean += not mixed
     measured = count - WARM_UP
     enough = _clean >= WANTED or (measured >= WANTED and 2 * _clean < measured)
-    enough = (enough and now[0] - _warm_ns >= LEAST_NS) or measured >= 3 * WANTED
+    enough = (enough and now[0] - _warm_ns >= LEAST_NS) or measured >= MOST_STEPS * WANTED
     growth.check(measured, enough)
     if enough or _out_of_time:
         if _out_of_time:
