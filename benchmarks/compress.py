@@ -69,7 +69,7 @@ def run(*words: str, **variables: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "trimtab", *words, "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
     if not ended.stdout:
-        sys.exit(f"trimtab {' '.join(words)} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
+        raise RuntimeError(f"trimtab {' '.join(words)} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(ended.stdout)
     return found
 
@@ -241,7 +241,9 @@ def main() -> int:
             done = {row["study"] for row in lines(given.results) if "study" in row}
             todo = [number for number in range(given.studies) if number not in done]
             with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-                for row in pool.map(lambda number: study(number, given.budget, scratch), todo):
+                studies = [pool.submit(study, number, given.budget, scratch) for number in todo]
+                for each in concurrent.futures.as_completed(studies):
+                    row = each.result() | {"jobs": given.jobs}
                     print(json.dumps(row), flush=True)
                     append(row, given.results)
         for name in () if given.studies else given.only or DROPS:

@@ -18,6 +18,7 @@ import compress_workloads as workloads
 import material
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 
 import trimtab
 from trimtab.core.workload import as_call
@@ -53,6 +54,7 @@ def peers(name: str, limit: float, artifact: pathlib.Path, scale: float) -> list
         except Exception as error:  # noqa: BLE001 - whatever a peer's code does is its result
             row["reason"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         rows.append(row)
+    inductor.freezing = False  # Neural Compressor's form is compiled by now
     return rows
 
 
@@ -175,7 +177,6 @@ def neural_compressor(workload: trimtab.Workload, limit: float) -> Call:
         raise ModuleNotFoundError("not installed here: pip install neural-compressor-pt")
     from neural_compressor.torch.export import export
     from neural_compressor.torch.quantization import StaticQuantConfig, TuningConfig, autotune
-    from torch._inductor import config as inductor
 
     model, (args, _) = workload.build_model().eval(), as_call(workload.inputs)
     calibration: Any = workload.calibration

@@ -43,8 +43,8 @@ def observe(
 
     Args:
         command: What to run.
-        steps: Steps to measure after the warm-up; at most three times as many are run if most hold an evaluation, or if they
-            take less than half a second.
+        steps: Steps to measure after the warm-up; at most six times as many are run if most hold an evaluation, or if they
+            take less than a second.
         seconds: Time limit from the start of the process on. What was seen by then is the record.
         in_place: Whether the script may write its files.
         on_progress: Called with a sentence at each stage.

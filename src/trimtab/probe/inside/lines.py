@@ -13,7 +13,7 @@ from trimtab.probe.inside import clock
 from trimtab.probe.inside.plan import MAIN, MAIN_NATIVE
 from trimtab.probe.inside.sites import Place, stack
 
-EVERY_S, MOST_S = 0.005, 0.05
+EVERY_S, MOST_S = 0.005, 0.1
 """Least and most seconds between two samples."""
 SHARE = 0.005
 """Largest share of a core that the sampling thread uses. A sample took 100 to 200 us of CPU time in a virtual machine, where

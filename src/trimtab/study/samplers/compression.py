@@ -6,7 +6,7 @@ The generators yield what to ask for, and read its trial from the finished ones 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 
 from trimtab.core import search_space
 from trimtab.core.recipe import Recipe
@@ -93,15 +93,16 @@ class _AskedTrainings:
 def _ratios(
     start: Trial, step: Pass, trained: _AskedTrainings | None, done: Mapping[str, Trial], facts: SearchState
 ) -> Generator[Ask, None, Trial]:
-    """Ask for ``step`` on top of ``start`` at its default ratio, then at harder ones while the limit holds and at milder ones
-    where it does not. Returns the fastest trial that keeps the limit.
+    """Ask for ``step`` on top of ``start`` at its default ratio, or at the next harder one than ``start`` has; then at harder
+    ones while the limit holds and at milder ones where it does not. Returns the fastest trial that keeps the limit.
 
-    Each ratio is timed untrained, and trained if it pays and does not keep the limit so; where that misses the limit by little,
-    a longer training follows. Since the default is in the middle, a budget for one training goes to a ratio that gains much.
-    Where the limit is kept by far, or missed, the middle of the ratios that are left is next, so that few trainings reach the
-    hardest one. Where it is kept by little, or after a longer training, the next harder ratio begins with the longer one. If no
-    harder one keeps the limit, the network that keeps it by little is trained for longer, because on other data it may well
-    miss the limit. Without ``trained`` nothing is trained, and milder ratios than the default are not tried.
+    Each ratio is timed untrained, and trained if it pays and does not keep the limit so. A longer training follows where that
+    misses the limit by little, or where there is no other ratio. The default keeps half, so that a budget for one training goes
+    to a ratio that gains much. Where the limit is kept by far, or missed, the middle of the ratios that are left is next, so
+    that few trainings reach the hardest one. Where a training keeps it by little, or was a longer one, the next harder ratio
+    begins with the longer one; if no harder one keeps the limit, the network that keeps it by little is trained for longer,
+    because on other data it may well miss the limit. Without ``trained`` nothing is trained, and the first miss ends the search
+    unless a ratio has kept the limit.
     """
     ratios, best, longer, failures = _by_share_kept(step), start, 0, 0
     before = tuple(part for part in start.recipe.parts if part.name != step.name)
@@ -139,15 +140,19 @@ def _ratios(
                 return best
             if held is None or not _well_within_limit(trial):
                 longer += 1
-            if held is None and len(ratios) > 1 and not _is_close(trial, facts.updates[longer - 1 : longer + 1]):
-                break
+            if held is None and len(ratios) > 1:
+                factor = facts.updates[min(longer, len(facts.updates) - 1)] / facts.updates[longer - 1]
+                if best is not start and low < place:  # a milder ratio that gains too is left
+                    factor /= 2
+                if not _is_close(trial, factor):
+                    break
         if held is None:
             high, next_one, longer = place, (low + place - 1) // 2, 0
         elif step.trained_only and not is_worthwhile(held, best, facts):
             break
         else:
             best, low = held, place + 1
-            next_one = (low + high) // 2 if not longer and _well_within_limit(held) else low
+            next_one = (low + high - 1) // 2 if not longer and _well_within_limit(held) else low
             longer = min(longer, len(facts.updates) - 1)
     made = next((step.updates for step in best.recipe.passes if step.name == TRAINER), None)  # type: ignore[attr-defined]
     more = next((updates for updates in facts.updates if made is not None and updates > made), None)
@@ -163,11 +168,10 @@ def _with_parts(recipe: Recipe, parts: tuple[Pass, ...]) -> Recipe:
     return dataclasses.replace(recipe, passes=(*parts, *(each for each in recipe.passes if not each.compresses)))
 
 
-def _is_close(missed: Trial, updates: Sequence[int]) -> bool:
-    """Whether a training of ``updates[1]`` may keep the limit that one of ``updates[0]`` missed. Twice the updates seldom leave
-    less than half of the drop."""
-    lost = missed.drop
-    return lost is None or lost.limit is None or lost.value * updates[0] <= lost.limit * updates[-1]
+def _is_close(missed: Trial, factor: float) -> bool:
+    """Whether the drop is at most ``factor`` times the limit. ``factor`` times the updates seldom leave less of the drop than
+    its ``factor``-th part."""
+    return missed.drop is None or missed.drop.limit is None or missed.drop.value <= factor * missed.drop.limit
 
 
 def _well_within_limit(trial: Trial) -> bool:

@@ -10,7 +10,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.trial import Trial
 
 UPDATES = (200, 800)
-"""Updates of a training, and of the second one where the first did not keep the accuracy limit."""
+"""Updates of a training, and of a second one where the first missed the accuracy limit by little, or kept it by little."""
 LONG = 3200
 """Updates of one more training within a budget for training that the user gave."""
 MOST_TRAININGS, MORE_TRAININGS = 3, 9
@@ -42,7 +42,7 @@ class SearchState:
     compress: tuple[str, ...] = ()
     """How smaller networks are made, as in :class:`~trimtab.study.options.Options`."""
     updates: tuple[int, ...] = UPDATES
-    """Updates of a training, and of longer ones where the limit is not kept, or by little."""
+    """Updates of a training, and of longer ones where the limit is missed or kept by little."""
     trainings: int = MOST_TRAININGS
     """Most trainings of networks that one pass has made smaller."""
     small: bool = False
