@@ -164,13 +164,15 @@ def test_a_short_call_is_tried_with_one_thread_before_less_precision() -> None:
     assert sum(trial.stage == "lossless" for trial in trials[:one]) == 3
 
 
-def compressing(outcome, how: tuple[str, ...] = ("prune",), most: int = 400, known: SearchState | None = None) -> list[Trial]:
-    """The trials of a ladder that compresses, those of the stage ``compressed`` only."""
+def compressing(
+    outcome, how: tuple[str, ...] = ("prune",), most: int = 400, known: SearchState | None = None, *, whole: bool = False
+) -> list[Trial]:
+    """The trials of a ladder that compresses, those of the stage ``compressed`` only unless ``whole``."""
     known, trials = known or dataclasses.replace(facts(), compress=how), list[Trial]()
     while (ask := Ladder().ask(trials, known)) is not None and len(trials) < most:
         trials.append(dataclasses.replace(outcome(ask.recipe), stage=ask.stage))
     assert ask is None, "the ladder does not end"
-    return [trial for trial in trials if trial.stage == "compressed"]
+    return [trial for trial in trials if whole or trial.stage == "compressed"]
 
 
 def by_ratio(recipe: Recipe, *, floor: float = 0.12, holds: float = 0.5, longer: float = 0.3, misses: float = 0.05) -> Trial:
@@ -227,6 +229,22 @@ def test_half_is_timed_then_trained_and_harder_ones_follow_while_the_limit_holds
     lossy = [trial.recipe for trial in trials if not trial.recipe.backend.exact]
     assert lossy, "the best smaller network is tried with less precision"
     assert {step.keep for recipe in lossy for step in recipe.passes if step.name == "prune_channels"} == {0.5}  # type: ignore[attr-defined]
+
+
+def test_threads_of_the_smaller_network_come_before_a_second_runtime() -> None:
+    plain = {name: by_backend(Recipe(backend=BACKENDS[name]())).speedup.value for name in ("openvino", "onnxruntime")}  # type: ignore[union-attr]
+
+    def close(recipe: Recipe) -> Trial:
+        found = by_ratio(recipe, holds=0.2)
+        if recipe.backend.name != "onnxruntime" or found.speedup is None:
+            return found
+        faster = found.speedup.value * 0.8 * plain["openvino"] / plain["onnxruntime"]
+        return dataclasses.replace(found, speedup=complete(recipe, faster).speedup)
+
+    trials = compressing(close, whole=True)
+    smaller = [(trial.recipe.backend.name, trial.stage) for trial in trials if trial.recipe.compresses]
+    second = smaller.index(("onnxruntime", "compressed"))
+    assert ("openvino", "knobs") in smaller[:second]
 
 
 def test_a_ratio_that_does_not_pay_is_not_trained() -> None:

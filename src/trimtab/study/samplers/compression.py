@@ -39,8 +39,9 @@ SHRINKING = ("prune_channels", "prune_units", "drop_layers")
 transformer units and layers gain more."""
 
 
-def compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
-    """Ask for smaller networks on the fastest runtimes: ratios untrained, trained where they pay, then with less precision.
+def compressed(done: Mapping[str, Trial], facts: SearchState, runtimes: int = MOST_RUNTIMES) -> Iterator[Ask]:
+    """Ask for smaller networks on the ``runtimes`` fastest runtimes: ratios untrained, trained where they pay, then with less
+    precision.
 
     An untrained network is as fast as a trained one, and its trial takes seconds. Each pass is tried on top of what the passes
     before it have brought.
@@ -53,7 +54,7 @@ def compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
     steps += [PASSES["swap_activations"]()] if "activations" in facts.compress else []
     trained = _AskedTrainings()
     plain = {trial.recipe.backend.name: trial for trial in _fastest(done, exact=True)}
-    for fastest in _fastest(done):
+    for fastest in _fastest(done)[:runtimes]:
         for base in (fastest, plain.get(fastest.recipe.backend.name, fastest)):
             best, trained.missed = base, False
             for step in (each for each in steps if not each.trained_only):  # what costs no training comes first
@@ -69,7 +70,7 @@ def compressed(done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
             yield from _less_precise(base, best, done, facts)
             if facts.tries("quantize") and best.recipe.backend.exact:
                 yield from (Ask("compressed", recipe) for recipe in trained_int8(best, done, facts.updates))
-    for base in _fastest(done, exact=True) if facts.tries("quantize") else ():
+    for base in _fastest(done, exact=True)[:runtimes] if facts.tries("quantize") else ():
         yield from (Ask("compressed", recipe) for recipe in trained_int8(base, done, facts.updates))
 
 

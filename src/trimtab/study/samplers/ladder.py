@@ -73,12 +73,13 @@ class Ladder(Sampler):
         if _is_quick(_best(done, facts, exact_only=True)):  # several may be fast in some minutes only
             yield from _with_each(_best(done, facts, exact_only=True), threads[:1])
         yield from _less_precision(runtimes, plain, done, facts)
-        yield from compressed(done, facts)  # before what gains a few percent, so that a short budget reaches it
+        yield from compressed(done, facts, runtimes=1)  # before what gains a few percent, so that a short budget reaches it
         yield from _finer_precision(runtimes, plain, done)
         for exact_only in (False, True):  # the best may be best by noise
             if _is_quick(_best(done, facts, exact_only=exact_only)):
                 yield from _with_each(_best(done, facts, exact_only=exact_only), threads)
         yield from _fields(_best(done, facts, exact_only=False), facts)
+        yield from compressed(done, facts)
         yield from _tuned(plain, done)
         tuned = _best_eager(done)
         yield from _lossless(relatives, tuned)
