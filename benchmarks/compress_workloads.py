@@ -159,7 +159,7 @@ def minilm() -> trimtab.Workload:
     corpus beside Lee's, and on words of the corpus that stand in no pair."""
     import minilm as embedder
 
-    pairs = [*embedder.pairs(), *embedder.pairs("simlex999.txt")]
+    pairs = [item for name in embedder.PAIRS for item in embedder.pairs(name)]
     judged = {word.lower() for name in embedder.PAIRS for pair in embedder.rows(name) for word in pair[:2]}
     sentences = [part.strip() for line in embedder.corpus("lee_background.cor") for part in line.split(". ") if part.strip()]
     words = sorted({*re.findall(r"[a-z]{3,}", " ".join(sentences).lower())} - judged)[: len(sentences)]

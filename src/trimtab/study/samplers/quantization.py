@@ -1,4 +1,4 @@
-"""Recover accuracy where an int8 form is fast and misses the accuracy limit: layers back in float, and training.
+"""Less precision: which forms are tried, when a form pays, and what recovers accuracy: layers back in float, and training.
 
 The generators yield recipes, and read their trials from the finished ones when they go on.
 """
@@ -164,6 +164,7 @@ def lossy(backend: Backend, facts: SearchState) -> list[Backend]:
 
 
 def is_four_bits(backend: Backend) -> bool:
+    """Whether ``backend`` stores weights in 4 bits."""
     return str(getattr(backend, "precision", "")).startswith("int4")
 
 
@@ -174,6 +175,7 @@ def _lossy_order(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
 
 
 def same_precision(one: Backend, other: Backend) -> bool:
+    """Whether both compute in the same precision, or have no choice of it."""
     return getattr(one, "precision", None) == getattr(other, "precision", None)
 
 
