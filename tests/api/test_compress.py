@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from trimtab.core.limits import Limits
 from trimtab.core.trial import State, Trial
 from trimtab.errors import UsageError
 from trimtab.passes.common.trained_weights import FOLDER, read_progress
+from trimtab.study import study
 from trimtab.study.options import Options, parse_ways
 from trimtab.study.record import Record
 from trimtab.study.samplers import compression, quantization
@@ -114,6 +116,30 @@ def test_a_smaller_network_is_trained_once_confirmed_and_shipped(tmp_path, monke
         module = best.artifact.module()
         assert torch.allclose(module(*case.inputs), case.outputs[0], atol=tolerance)
         assert sum(parameter.numel() for parameter in module.parameters()) < 10_000, "the original has 10,594"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_training_that_cannot_end_in_time_leaves_the_time_to_other_recipes(tmp_path, monkeypatch) -> None:
+    (tmp_path / "halves.py").write_text(WORKLOAD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search_space, "backends", lambda: [BACKENDS["onnxruntime"]()])
+    monkeypatch.setattr(compression, "is_worthwhile", lambda *_: True)
+    monkeypatch.setattr(compression, "holds", holds_if_trained)
+    monkeypatch.setattr(study, "UPDATES", (200_000,))  # minutes, of which the search has one
+    asked: dict[str, Any] = {"limits": Limits(max_drop=0.05), "compress": "prune", "timing_seconds": 0.4, "out": "run"}
+    result = trimtab.optimize("halves.py", budget="120s", **asked)
+    stopped = [each for each in result.study.trainings.all if each.state is State.STOPPED]
+    assert stopped
+    why = r"stopped after \d+ of 200,000 updates, because at its pace it needs \d+ s more and \d+ s of the search are left"
+    assert re.search(why, stopped[0].reason or ""), stopped[0].reason
+    assert not any("cut off when the study ended" in note for note in result.study.notes)
+    places = [place for place, trial in enumerate(result.trials) if trial.reason == stopped[0].reason]
+    assert places
+    assert result.trials[places[0]].state is State.SKIPPED
+    assert any(trial.state is State.COMPLETE for trial in result.trials[places[0] + 1 :]), "the search goes on"
+    record = Record.read(pathlib.Path("run"))
+    assert record.trainings[0].update > 0
 
 
 ALONE = """

@@ -28,8 +28,12 @@ FIGURES = ("update", "updates", "examples", "labels", "before", "after", "losses
 """Figures that the progress file and the result of a training have in common."""
 PACE_UPDATES = 20
 """Updates from which on the pace of a training is known; the first ones are slow."""
+PACE_S = 3.0
+"""Seconds between its first and its last report from which on the pace of a running training is known."""
 POLL_S = 1.0
 """Seconds between two readings of the progress of a training."""
+TOO_SLOW = 1.25
+"""A training ends early once it needs so many times the time that is left: the pace is an estimate."""
 
 
 class Trainings:
@@ -39,7 +43,7 @@ class Trainings:
         self._runner, self._storage, self._options, self._progress = runner, storage, options, progress
         known = [storage.get(_key(name)) for name in storage.get(ORDER) or ()]
         self._known = {found.recipe.hash: found for each in known if each for found in [from_json(Trained, each)]}
-        self._polled_at, self._time_used_up = 0.0, False
+        self._polled_at, self._time_used_up, self._too_slow = 0.0, False, ""
 
     @property
     def all(self) -> tuple[Trained, ...]:
@@ -84,8 +88,8 @@ class Trainings:
         """Train what ``recipe`` needs, unless it was trained before.
 
         Returns:
-            ``True`` if there is nothing in the way of the trial, the trial if the training failed or was stopped by its limit,
-            and ``None`` if the study had to end.
+            ``True`` if there is nothing in the way of the trial, the trial if the training failed, was stopped by its limit or
+            cannot end within the budget of the study, and ``None`` if the study had to end.
         """
         part = recipe.training
         if part is None:
@@ -95,6 +99,8 @@ class Trainings:
             return None
         if found.state is State.COMPLETE:
             return True
+        if found.state is State.STOPPED and found.ended_by is None:  # skipped, so that the same command tries it again
+            return Trial(recipe=recipe, state=State.SKIPPED, reason=found.reason)
         how = {name: getattr(found, name) for name in ("reason", "traceback", "ended_by", "limit", "log", "seconds")}
         return Trial(recipe=recipe, state=found.state, **how)
 
@@ -116,15 +122,17 @@ class Trainings:
         before = self._known.get(part.hash)
         earlier_s = 0.0 if before is None else before.seconds
         others_s = 0.0 if self._options.train_s is None else self.spent_s - earlier_s
-        self._time_used_up = False
+        self._time_used_up, self._too_slow = False, ""
+        running = _RunningTraining(self._weights)
 
         def poll() -> bool:
-            """Report the progress every :data:`POLL_S` seconds. Returns whether the time for training is used up."""
-            if time.monotonic() - self._polled_at >= POLL_S and (progress := self._progress_file()):
+            """Report the progress every :data:`POLL_S` seconds. Returns whether the training cannot end in time."""
+            if time.monotonic() - self._polled_at >= POLL_S and (progress := running.read()):
                 self._polled_at, spent = time.monotonic(), others_s + progress["seconds"]
                 self._progress.training(progress["update"], progress["updates"], spent, self._options.train_s)
                 self._time_used_up = spent > self.limit_s
-            return self._time_used_up or runner.over(deadline)
+                self._judge_pace(running.needed_s, spent, deadline)
+            return self._time_used_up or bool(self._too_slow) or runner.over(deadline)
 
         job = runner.job() | {"jobs": compression.__name__, "kind": "train", "recipe": part.to_json()}
         most = max(0.0, self.limit_s - others_s) + runner.startup_s  # also if it never reports its progress
@@ -132,13 +140,28 @@ class Trainings:
             outcome = worker.wait(seconds=most, memory_mb=runner.memory_mb, interrupted=poll)
         if self._time_used_up:
             outcome = dataclasses.replace(outcome, cut_off=False, ended_by="time")
-        found = dataclasses.replace(self._trained(part, outcome, earlier_s), log=str((folder / LOG).relative_to(runner.folder)))
+        elif self._too_slow:
+            outcome = dataclasses.replace(outcome, cut_off=False)
+        earlier = {} if before is None else to_json(before)
+        trained = self._trained(part, outcome, earlier_s, running.read() or earlier)
+        found = dataclasses.replace(trained, log=str((folder / LOG).relative_to(runner.folder)))
         self._known[part.hash] = found
         self._storage.put(_key(part.hash), to_json(found))
         self._storage.put(ORDER, list(self._known))
         return None if outcome.cut_off else found
 
-    def _trained(self, part: Recipe, outcome: Outcome, earlier_s: float) -> Trained:
+    def _judge_pace(self, needed_s: float | None, spent: float, deadline: float | None) -> None:
+        """End a training that needs ``needed_s`` more seconds, if that is far more than is left of the limit of time, of which
+        trainings took ``spent`` seconds, or of the search, which ends at ``deadline``."""
+        left = {f"its limit of {self.limit_s:.4g} s": max(0.0, self.limit_s - spent)}
+        if deadline is not None:
+            left["the search"] = max(0.0, deadline - time.monotonic())
+        of = min(left, key=left.__getitem__)
+        if needed_s is not None and needed_s > TOO_SLOW * left[of]:
+            self._too_slow = f"because at its pace it needs {needed_s:.0f} s more and {left[of]:.0f} s of {of} are left"
+            self._time_used_up = of != "the search"
+
+    def _trained(self, part: Recipe, outcome: Outcome, earlier_s: float, progress: Mapping[str, Any]) -> Trained:
         result: Mapping[str, Any] = outcome.result or {}
         known: dict[str, Any] = {"recipe": part.to_json()}
         if result.get("trained"):
@@ -150,30 +173,60 @@ class Trainings:
         if result:
             known |= {"state": str(State.SKIPPED), "reason": result.get("skipped", "Its passes train nothing.")}
             return from_json(Trained, known)
-        progress = self._progress_file()
         known |= {name: progress[name] for name in FIGURES if name in progress}
         known["seconds"] = max(earlier_s, float(progress.get("seconds", 0.0)))
-        if outcome.cut_off or outcome.ended_by == "time":
-            limit = {} if outcome.cut_off else {"ended_by": "time", "limit": self.limit_s}
+        if outcome.cut_off or self._too_slow or outcome.ended_by == "time":
+            limit = {"ended_by": "time", "limit": self.limit_s} if outcome.ended_by == "time" else {}
             known |= {"state": str(State.STOPPED), "reason": self._stopped(progress, outcome), **limit}
             return from_json(Trained, known)
         known |= {name: getattr(outcome, name) for name in ("reason", "traceback", "ended_by", "limit")}
         return from_json(Trained, known | {"state": str(State.FAILED)})
 
     def _stopped(self, progress: Mapping[str, Any], outcome: Outcome) -> str:
-        reached = f" after {progress['update']} of {counted(progress['updates'], 'update')}" if progress else ""
+        reached = f" after {progress['update']} of {counted(progress['updates'], 'update')}" if progress.get("update") else ""
         if outcome.cut_off:
             return f"The training was stopped{reached}, because the study had to end; the same command goes on with it."
-        option = "--trial-time (in Python, trial_seconds=...)"
-        if self._options.train_s is not None:
-            option = "--train-budget (in Python, train_budget=...)"
-        return (
-            f"The training was stopped{reached}, at its limit of {self.limit_s:.4g} s. Give more with {option}; the same "
-            "command then goes on from its last checkpoint."
-        )
+        why = self._too_slow or f"at its limit of {self.limit_s:.4g} s"
+        more = ""
+        if outcome.ended_by == "time" and self._options.train_s is not None:
+            more = "Give more with --train-budget (in Python, train_budget=...). "
+        elif outcome.ended_by == "time":
+            more = "Give more with --trial-time (in Python, trial_seconds=...). "
+        return f"The training was stopped{reached}, {why}. {more}The same command then goes on from its last checkpoint."
 
-    def _progress_file(self) -> dict[str, Any]:
-        """The latest progress file: that of the running training, or of the one that was stopped last. Empty without one."""
+
+class _RunningTraining:
+    """The progress of the training that is about to begin, as read from its file.
+
+    Args:
+        weights: folder with the progress files of all trainings; that of the running one is the latest.
+    """
+
+    def __init__(self, weights: pathlib.Path) -> None:
+        self._weights = weights
+        self._earlier = self._latest_file()
+        self._first: Mapping[str, Any] = {}
+        self.progress: Mapping[str, Any] = {}
+        """Its latest report; empty before the first one."""
+
+    def read(self) -> Mapping[str, Any]:
+        """The latest report of the training; empty before the first one."""
+        found = self._latest_file()
+        if found and found != self._earlier:
+            self._first, self.progress = self._first or found, found
+        return self.progress
+
+    @property
+    def needed_s(self) -> float | None:
+        """Seconds that the other updates need at the pace since the first report; ``None`` before it is known."""
+        if self.progress.get("update", 0) < PACE_UPDATES:
+            return None
+        made, took_s = (self.progress[name] - self._first[name] for name in ("update", "seconds"))
+        if not made or took_s < PACE_S:
+            return None
+        return float(took_s / made * (self.progress["updates"] - self.progress["update"]))
+
+    def _latest_file(self) -> dict[str, Any]:
         paths = sorted(self._weights.glob("*.json"), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)
         return read_progress(paths[-1]) if paths else {}
 
