@@ -45,9 +45,9 @@ RESULTS = HERE / "results" / "compress.jsonl"
 DROPS = {"digits": "2%", "recurrent": "2%", "tabular": "3%", "resnet": "2%", "mobilenet": "2%", "minilm": "4%"}
 """Largest drop of the score, by workload: what its test split can decide."""
 BUDGETS = {
-    "digits": (40, 150),
-    "recurrent": (40, 150),
-    "tabular": (30, 60),
+    "digits": (60, 240),
+    "recurrent": (60, 240),
+    "tabular": (30, 120),
     "resnet": (100, 340),
     "mobilenet": (100, 340),
     "minilm": (120, 340),
