@@ -29,7 +29,7 @@ from trimtab.passes.common.trained_weights import FOLDER, read_progress
 from trimtab.study import study
 from trimtab.study.options import Options, parse_ways
 from trimtab.study.record import Record
-from trimtab.study.samplers import compression, quantization
+from trimtab.study.samplers import compression, finished_trials
 
 pytest.importorskip("torch_pruning")
 
@@ -72,7 +72,7 @@ def workload():
 
 def holds_if_trained(trial: Trial) -> bool:
     """As if no smaller network kept the limit untrained; this one would."""
-    return quantization.holds(trial) and (trial.recipe.training is not None or not trial.recipe.compresses)
+    return finished_trials.holds(trial) and (trial.recipe.training is not None or not trial.recipe.compresses)
 
 
 @pytest.mark.long
@@ -146,9 +146,9 @@ ALONE = """
 import sys
 from trimtab.core import search_space
 from trimtab.core.backend import BACKENDS
-from trimtab.study.samplers import compression, quantization
+from trimtab.study.samplers import compression, finished_trials
 compression.is_worthwhile = lambda *_: True
-holds = quantization.holds
+holds = finished_trials.holds
 compression.holds = lambda trial: holds(trial) and (trial.recipe.training is not None or not trial.recipe.compresses)
 search_space.backends = lambda: [BACKENDS["onnxruntime"]()]
 search_space.variants = lambda technique, without=(): []

@@ -13,15 +13,13 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
 from trimtab.passes.student import Student
+from trimtab.study.samplers.finished_trials import holds, is_worthwhile, speed
 from trimtab.study.samplers.quantization import (
     PROMISING,
     TRAINER,
     bisect_float_layers,
-    holds,
-    is_worthwhile,
     lossy,
     same_precision,
-    speed,
     trained_int8,
     training,
     with_float_layers,

@@ -12,19 +12,16 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import Pass, technique_from_json
 from trimtab.core.trial import State, Trial
 from trimtab.study.samplers.compression import compressed
+from trimtab.study.samplers.finished_trials import holds, is_worthwhile, loses_accuracy, speed
 from trimtab.study.samplers.quantization import (
     PROMISING,
     bisect_float_layers,
-    holds,
     is_four_bits,
-    is_worthwhile,
-    loses_accuracy,
     lossy,
     other_int8_forms,
     same_precision,
     with_float_layers,
 )
-from trimtab.study.samplers.quantization import speed as _speed
 from trimtab.study.samplers.sampler import Ask, Sampler, SearchState
 
 QUICK_MS = 5.0
@@ -102,7 +99,7 @@ def _tuned(eager: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
     working = tuple(
         step
         for step in everything.passes
-        if _speed(done.get(dataclasses.replace(eager, passes=(step,)).hash)) > _speed(done.get(eager.hash))
+        if speed(done.get(dataclasses.replace(eager, passes=(step,)).hash)) > speed(done.get(eager.hash))
     )
     if len(working) > 1:
         yield Ask("tuned", dataclasses.replace(eager, passes=working))
@@ -127,16 +124,16 @@ def _precision(
 def _most_promising(backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial]) -> list[Recipe]:
     """The lossless recipe of each backend, the fastest first."""
     lossless = [Recipe(passes=_inherited(tuned, backend), backend=backend) for backend in backends]
-    return sorted(lossless, key=lambda recipe: -_speed(done.get(recipe.hash)))
+    return sorted(lossless, key=lambda recipe: -speed(done.get(recipe.hash)))
 
 
 def _less_precision(
     backends: Sequence[Backend], tuned: Recipe, done: Mapping[str, Trial], facts: SearchState, *, all_backends: bool = False
 ) -> Iterator[Ask]:
     """Ask for lossy variants of each backend and lossy passes before it, most promising backend first."""
-    top = max((_speed(trial) for trial in done.values() if trial.recipe.exact), default=0.0)
+    top = max((speed(trial) for trial in done.values() if trial.recipe.exact), default=0.0)
     for recipe in _most_promising(backends, tuned, done):
-        if not all_backends and _speed(done.get(recipe.hash)) < PROMISING * top:
+        if not all_backends and speed(done.get(recipe.hash)) < PROMISING * top:
             continue
         for backend in lossy(recipe.backend, facts):
             yield Ask("precision", dataclasses.replace(recipe, backend=backend))
@@ -149,7 +146,7 @@ def _finer_precision(backends: Sequence[Backend], tuned: Recipe, done: Mapping[s
     """Ask for other forms of the lossy variants that are close to the best, and for layers back in float."""
     for recipe in _most_promising(backends, tuned, done):
         for backend in search_space.variants(recipe.backend):
-            over = max(map(_speed, done.values()), default=0.0)
+            over = max(map(speed, done.values()), default=0.0)
             forms = other_int8_forms(dataclasses.replace(recipe, backend=backend), over, done)
             yield from (Ask("precision", each) for each in forms)
         yield from _float_layers(recipe, done)
@@ -161,7 +158,7 @@ def _float_layers(recipe: Recipe, done: Mapping[str, Trial]) -> Iterator[Ask]:
     for backend in search_space.variants(recipe.backend):
         trial, variant = done.get(dataclasses.replace(recipe, backend=backend).hash), with_float_layers(recipe, backend)
         if trial is not None and variant is not None:
-            over = max((_speed(t) for t in done.values() if t.state is State.COMPLETE and not loses_accuracy(t)), default=0)
+            over = max((speed(t) for t in done.values() if t.state is State.COMPLETE and not loses_accuracy(t)), default=0)
             yield from (Ask("precision", each) for each in bisect_float_layers(trial, over, done, variant))
 
 
@@ -229,7 +226,7 @@ def _best_eager(done: Mapping[str, Trial]) -> Recipe:
         if trial.recipe.backend.name == "eager" and trial.recipe.exact and trial.state is State.COMPLETE
         if not any(step.choices() for step in trial.recipe.passes)
     ]
-    return max(found, key=_speed).recipe if found else _eager()
+    return max(found, key=speed).recipe if found else _eager()
 
 
 def _best(done: Mapping[str, Trial], facts: SearchState, *, exact_only: bool) -> Trial | None:

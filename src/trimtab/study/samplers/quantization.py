@@ -1,4 +1,4 @@
-"""Less precision: which forms are tried, when a form pays, and what recovers accuracy: layers back in float, and training.
+"""Less precision: which forms are tried, and what recovers accuracy: layers back in float, and training.
 
 The generators yield recipes, and read their trials from the finished ones when they go on.
 """
@@ -14,10 +14,9 @@ from trimtab.core.recipe import Recipe
 from trimtab.core.technique import PASSES, Pass
 from trimtab.core.trial import State, Trial
 from trimtab.hardware import environment
+from trimtab.study.samplers.finished_trials import PAYS, holds, loses_accuracy, speed
 from trimtab.study.samplers.sampler import UPDATES, SearchState
 
-PAYS = 1.15
-"""Least gain of another form of the network, below which it is not trained."""
 PROMISING = 0.5
 """Least share of the best lossless speed at which a backend is tried with less precision, or with a smaller network."""
 QUANTIZER, TRAINER = "fake_quant", "recover"
@@ -25,29 +24,6 @@ CLOSE = 0.9
 """Least share of the best speed at which other forms of static int8 are tried on a CPU without VNNI."""
 FORMS = ("form", "full_range", "ranges")
 """Fields of backends that change static int8 and not what is in int8, in the order in which they are tried."""
-
-
-def speed(trial: Trial | None) -> float:
-    """The speed-up of a trial that was timed; 0 for any other."""
-    if trial is None or trial.speedup is None or trial.state not in (State.COMPLETE, State.STOPPED):
-        return 0.0
-    return trial.speedup.value
-
-
-def loses_accuracy(trial: Trial) -> bool:
-    """Whether less rounding could help the trial: it lost too much accuracy, or lost some and may have lost too much. A limit
-    that the data cannot decide even without a loss does not count."""
-    if trial.recipe.exact:
-        return False
-    lost = trial.drop
-    if trial.state is State.MISMATCH or lost is None:
-        return trial.state is State.MISMATCH
-    return lost.decided is False or (lost.decided is None and lost.limit is not None and lost.value > 0)
-
-
-def holds(trial: Trial) -> bool:
-    """Whether the trial was measured to the end, and keeps the accuracy limit where it can be judged."""
-    return trial.state is State.COMPLETE and (trial.drop is None or bool(trial.drop.decided))
 
 
 def bisect_float_layers(
@@ -177,13 +153,3 @@ def _lossy_order(backend: Backend, facts: SearchState) -> tuple[bool, ...]:
 def same_precision(one: Backend, other: Backend) -> bool:
     """Whether both compute in the same precision, or have no choice of it."""
     return getattr(one, "precision", None) == getattr(other, "precision", None)
-
-
-def is_worthwhile(trial: Trial, over: Trial, facts: SearchState, least: float = PAYS) -> bool:
-    """Whether ``trial`` is better than ``over`` in the objective by the factor ``least``, from which on it is worth a training,
-    or one is unmeasured."""
-    one, other = facts.value(trial), facts.value(over)
-    if one is None or other is None:
-        return True
-    gain = other / one if one < 0 else speed(trial) / max(speed(over), 1e-9)  # memory and size are negated
-    return gain >= least
