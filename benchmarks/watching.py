@@ -5,9 +5,9 @@
 
 The script is a training as people write it: a ``DataLoader``, a loss, a backward pass, ``zero_grad``, an optimizer and
 ``loss.item()`` on every step, with a model whose width makes a step take ``--step``. It is watched, and switches the hooks and
-the sampling thread off and on again in turns of 16 steps, A B B A, so that a busy machine disturbs both sides alike. Turning
-it on wakes the sampling thread once more than a run does; shorter turns would count that as much as its own samples. Each turn
-is timed by the CPU time of the whole process, and of all quads those count that took least time in total, a half,
+the sampling thread off and on again in turns of 16 steps, A B B A, so that a busy machine disturbs both sides alike. Switching
+on wakes the sampling thread once more than a run does; shorter turns would count that as much as its own samples. Each turn is
+timed by the CPU time of the whole process, and of all quads those count that took least time in total, a half,
 because other processes make both sides slower. What stays while the hooks are off is a comparison in each replaced function,
 about 2 us in a step. The interval is Student's t on the logarithms of the ratios of those quads. The last line says whether
 the target of 2% is met; the exit status is 1 if the overhead is surely above it.
@@ -78,7 +78,7 @@ loss_of = nn.CrossEntropyLoss()
 watching(False)
 model = network(fitting())
 watching(True)
-examples = TensorDataset(torch.randn(4096, 64), torch.randint(0, 10, (4096,)))
+examples = TensorDataset(torch.randn(61 * 64, 64), torch.randint(0, 10, (61 * 64,)))  # epochs begin on both sides
 loader = DataLoader(examples, batch_size=64, shuffle=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 sides = [True] * 2 + [side for _ in range(quads) for side in (False, True, True, False)]

@@ -20,6 +20,8 @@ class Trained:
     reason: str | None = None
     seconds: float = 0.0
     """Duration of the training, over all runs of the study."""
+    pace_s: float | None = None
+    """Seconds per update in its last run; ``None`` if it was too short to know."""
     update: int = 0
     """Updates that were made."""
     updates: int = 0

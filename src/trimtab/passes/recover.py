@@ -172,7 +172,7 @@ class Recover(Pass):
                     checkpoint=None if files is None else files.checkpoints,
                     checkpoint_every=max(1, self.updates // CHECKPOINTS),
                     callbacks=[curve],
-                    log_every=curve.every,
+                    log_every=curve.report_every,
                 )
                 before = _mean(loss, model, held_out)
                 if files is not None:

@@ -206,8 +206,8 @@ class Study:
                 end = latest if latest is None or first else latest - LENT * kept
                 limit_s = self._first_form_s(ask, end, (1 - LENT) * (confirm_s - kept)) if first and end is not None else None
                 if not self._affordable(ask, end):
-                    self._left_out.append(Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short."))
-                    if self.sampler.declined(len(self._left_out)):
+                    skipped = Trial(recipe=ask.recipe, state=State.SKIPPED, reason="The budget is too short.")
+                    if self._leave_out(skipped):
                         break
                     continue  # later recipes may be cheaper
                 # the baseline is measured however short the time: without it there is no result
@@ -216,6 +216,11 @@ class Study:
                     self.sampler.declined(0)
                     self.notes.append(f"{ask.recipe} was cut off when the study ended; the same command tries it again.")
                     break
+                if self.trainings.is_postponed(trial.recipe):
+                    self.progress.ended(trial, self.record())
+                    if self._leave_out(trial):
+                        break
+                    continue
                 self.progress.ended(self.tell(trial), self.record())
                 new += trial.state is not State.SKIPPED
         if self._left_out:
@@ -256,6 +261,11 @@ class Study:
             train_s=self.options.train_s,
             untried=tuple(str(trial.recipe) for trial in self._left_out),
         )
+
+    def _leave_out(self, trial: Trial) -> bool:
+        """Leave out ``trial``, for lack of time; the next run asks for it again. Returns whether to end the search."""
+        self._left_out.append(trial)
+        return self.sampler.declined(len(self._left_out))
 
     def _try(self, ask: Ask, rivals: BaselineServers, deadline: float | None, limit_s: float | None) -> Trial | None:
         """The trial of what the sampler asked for; ``None`` if the study was ended meanwhile. With ``limit_s``, the trial ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import time
 from collections.abc import Mapping
@@ -27,9 +28,9 @@ TRAININGS, ORDER = "trainings", "trainings"
 FIGURES = ("update", "updates", "examples", "labels", "before", "after", "losses", "held_out")
 """Figures that the progress file and the result of a training have in common."""
 PACE_UPDATES = 20
-"""Updates from which on the pace of a training is known; the first ones are slow."""
+"""Updates from which on the pace of a training is known."""
 PACE_S = 3.0
-"""Seconds between its first and its last report from which on the pace of a running training is known."""
+"""Seconds between its first and its latest report from which on the pace of a running training is known."""
 POLL_S = 1.0
 """Seconds between two readings of the progress of a training."""
 TOO_SLOW = 1.25
@@ -43,7 +44,7 @@ class Trainings:
         self._runner, self._storage, self._options, self._progress = runner, storage, options, progress
         known = [storage.get(_key(name)) for name in storage.get(ORDER) or ()]
         self._known = {found.recipe.hash: found for each in known if each for found in [from_json(Trained, each)]}
-        self._polled_at, self._time_used_up, self._too_slow = 0.0, False, ""
+        self._polled_at, self._time_used_up, self._why_too_slow = 0.0, False, ""
 
     @property
     def all(self) -> tuple[Trained, ...]:
@@ -79,7 +80,7 @@ class Trainings:
         part = recipe.training
         if part is None or self._is_final(part):
             return 0.0
-        paces = [each.seconds / each.update for each in self._known.values() if each.update >= PACE_UPDATES]
+        paces = [each.pace_s or each.seconds / each.update for each in self._known.values() if each.update >= PACE_UPDATES]
         begun = self._known.get(part.hash)
         asked = max(getattr(step, "updates", 0) for step in part.passes)
         return max(paces, default=0.0) * max(0, asked - (0 if begun is None else begun.update))
@@ -99,10 +100,15 @@ class Trainings:
             return None
         if found.state is State.COMPLETE:
             return True
-        if found.state is State.STOPPED and found.ended_by is None:  # skipped, so that the same command tries it again
+        if self.is_postponed(recipe):
             return Trial(recipe=recipe, state=State.SKIPPED, reason=found.reason)
-        how = {name: getattr(found, name) for name in ("reason", "traceback", "ended_by", "limit", "log", "seconds")}
+        how = {name: getattr(found, name) for name in ("reason", "traceback", "ended_by", "limit", "log")}
         return Trial(recipe=recipe, state=found.state, **how)
+
+    def is_postponed(self, recipe: Recipe) -> bool:
+        """Whether the training that ``recipe`` needs was stopped because the search would have ended before it."""
+        found = None if recipe.training is None else self._known.get(recipe.training.hash)
+        return found is not None and found.state is State.STOPPED and found.ended_by is None
 
     def _is_final(self, part: Recipe) -> bool:
         """Whether the training is done and its files are there, or has failed for good."""
@@ -122,17 +128,19 @@ class Trainings:
         before = self._known.get(part.hash)
         earlier_s = 0.0 if before is None else before.seconds
         others_s = 0.0 if self._options.train_s is None else self.spent_s - earlier_s
-        self._time_used_up, self._too_slow = False, ""
-        running = _RunningTraining(self._weights)
+        self._time_used_up, self._why_too_slow = False, ""
+        running = RunningTraining(self._weights)
 
         def poll() -> bool:
-            """Report the progress every :data:`POLL_S` seconds. Returns whether the training cannot end in time."""
-            if time.monotonic() - self._polled_at >= POLL_S and (progress := running.read()):
-                self._polled_at, spent = time.monotonic(), others_s + progress["seconds"]
-                self._progress.training(progress["update"], progress["updates"], spent, self._options.train_s)
-                self._time_used_up = spent > self.limit_s
-                self._judge_pace(running.needed_s, spent, deadline)
-            return self._time_used_up or bool(self._too_slow) or runner.over(deadline)
+            """Look for a new report every :data:`POLL_S` seconds. Returns whether to stop the training."""
+            if time.monotonic() - self._polled_at >= POLL_S:
+                self._polled_at = time.monotonic()
+                if progress := running.new_report():
+                    spent = others_s + progress["seconds"]
+                    self._progress.training(progress["update"], progress["updates"], spent, self._options.train_s)
+                    self._time_used_up = spent > self.limit_s
+                    self._judge_pace(running, spent, deadline)
+            return self._time_used_up or bool(self._why_too_slow) or runner.over(deadline)
 
         job = runner.job() | {"jobs": compression.__name__, "kind": "train", "recipe": part.to_json()}
         most = max(0.0, self.limit_s - others_s) + runner.startup_s  # also if it never reports its progress
@@ -140,26 +148,30 @@ class Trainings:
             outcome = worker.wait(seconds=most, memory_mb=runner.memory_mb, interrupted=poll)
         if self._time_used_up:
             outcome = dataclasses.replace(outcome, cut_off=False, ended_by="time")
-        elif self._too_slow:
+        elif self._why_too_slow:
             outcome = dataclasses.replace(outcome, cut_off=False)
+        running.new_report()
         earlier = {} if before is None else to_json(before)
-        trained = self._trained(part, outcome, earlier_s, running.read() or earlier)
-        found = dataclasses.replace(trained, log=str((folder / LOG).relative_to(runner.folder)))
+        trained = self._trained(part, outcome, earlier_s, running.progress or earlier)
+        log = str((folder / LOG).relative_to(runner.folder))
+        found = dataclasses.replace(trained, log=log, pace_s=running.pace_s or earlier.get("pace_s"))
         self._known[part.hash] = found
         self._storage.put(_key(part.hash), to_json(found))
         self._storage.put(ORDER, list(self._known))
         return None if outcome.cut_off else found
 
-    def _judge_pace(self, needed_s: float | None, spent: float, deadline: float | None) -> None:
-        """End a training that needs ``needed_s`` more seconds, if that is far more than is left of the limit of time, of which
-        trainings took ``spent`` seconds, or of the search, which ends at ``deadline``."""
-        left = {f"its limit of {self.limit_s:.4g} s": max(0.0, self.limit_s - spent)}
-        if deadline is not None:
-            left["the search"] = max(0.0, deadline - time.monotonic())
-        of = min(left, key=left.__getitem__)
-        if needed_s is not None and needed_s > TOO_SLOW * left[of]:
-            self._too_slow = f"because at its pace it needs {needed_s:.0f} s more and {left[of]:.0f} s of {of} are left"
-            self._time_used_up = of != "the search"
+    def _judge_pace(self, running: RunningTraining, spent: float, deadline: float | None) -> None:
+        """Stop a training that at its pace needs far more time than is left: of the limit of time, of which trainings took
+        ``spent`` seconds, or of the search, which ends at ``deadline``."""
+        limit_s = max(0.0, self.limit_s - spent)
+        search_s = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+        left, needed_s = min(limit_s, search_s), running.needed_s
+        if needed_s is None or needed_s <= TOO_SLOW * left:
+            return
+        self._time_used_up = limit_s <= search_s
+        limit = f"its limit of {self.limit_s:.4g} s" if self._options.train_s is None else "the time for training"
+        of = limit if self._time_used_up else "the search"
+        self._why_too_slow = f"because at its pace it needs {needed_s:.0f} s more and {left:.0f} s of {of} are left"
 
     def _trained(self, part: Recipe, outcome: Outcome, earlier_s: float, progress: Mapping[str, Any]) -> Trained:
         result: Mapping[str, Any] = outcome.result or {}
@@ -175,7 +187,7 @@ class Trainings:
             return from_json(Trained, known)
         known |= {name: progress[name] for name in FIGURES if name in progress}
         known["seconds"] = max(earlier_s, float(progress.get("seconds", 0.0)))
-        if outcome.cut_off or self._too_slow or outcome.ended_by == "time":
+        if outcome.cut_off or self._why_too_slow or outcome.ended_by == "time":
             limit = {"ended_by": "time", "limit": self.limit_s} if outcome.ended_by == "time" else {}
             known |= {"state": str(State.STOPPED), "reason": self._stopped(progress, outcome), **limit}
             return from_json(Trained, known)
@@ -186,49 +198,52 @@ class Trainings:
         reached = f" after {progress['update']} of {counted(progress['updates'], 'update')}" if progress.get("update") else ""
         if outcome.cut_off:
             return f"The training was stopped{reached}, because the study had to end; the same command goes on with it."
-        why = self._too_slow or f"at its limit of {self.limit_s:.4g} s"
-        more = ""
-        if outcome.ended_by == "time" and self._options.train_s is not None:
-            more = "Give more with --train-budget (in Python, train_budget=...). "
-        elif outcome.ended_by == "time":
-            more = "Give more with --trial-time (in Python, trial_seconds=...). "
-        return f"The training was stopped{reached}, {why}. {more}The same command then goes on from its last checkpoint."
+        why = self._why_too_slow or f"at its limit of {self.limit_s:.4g} s"
+        if outcome.ended_by != "time":
+            return f"The training was stopped{reached}, {why}. The same command goes on with it."
+        option = "--trial-time (in Python, trial_seconds=...)"
+        if self._options.train_s is not None:
+            option = "--train-budget (in Python, train_budget=...)"
+        return f"The training was stopped{reached}, {why}. Give more with {option}; the same command then goes on with it."
 
 
-class _RunningTraining:
-    """The progress of the training that is about to begin, as read from its file.
+class RunningTraining:
+    """The reports of one training, made before it begins.
 
     Args:
-        weights: folder with the progress files of all trainings; that of the running one is the latest.
+        weights: folder with the progress files of all trainings. That of the running one is the one that changes.
     """
 
     def __init__(self, weights: pathlib.Path) -> None:
         self._weights = weights
-        self._earlier = self._latest_file()
+        self._earlier = {path: read_progress(path) for path in weights.glob("*.json")}
         self._first: Mapping[str, Any] = {}
         self.progress: Mapping[str, Any] = {}
         """Its latest report; empty before the first one."""
 
-    def read(self) -> Mapping[str, Any]:
-        """The latest report of the training; empty before the first one."""
-        found = self._latest_file()
-        if found and found != self._earlier:
-            self._first, self.progress = self._first or found, found
-        return self.progress
+    def new_report(self) -> Mapping[str, Any]:
+        """The latest report if there is a new one; otherwise empty."""
+        for path in self._weights.glob("*.json"):
+            found = read_progress(path)
+            if found and found != self._earlier.get(path):
+                self._earlier[path] = found
+                self._first, self.progress = self._first or found, found
+                return found
+        return {}
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds per update since the first report; ``None`` before :data:`PACE_UPDATES` and :data:`PACE_S`."""
+        if not self.progress:
+            return None
+        made, took_s = (self.progress[name] - self._first[name] for name in ("update", "seconds"))
+        return float(took_s / made) if made >= PACE_UPDATES and took_s >= PACE_S else None
 
     @property
     def needed_s(self) -> float | None:
-        """Seconds that the other updates need at the pace since the first report; ``None`` before it is known."""
-        if self.progress.get("update", 0) < PACE_UPDATES:
-            return None
-        made, took_s = (self.progress[name] - self._first[name] for name in ("update", "seconds"))
-        if not made or took_s < PACE_S:
-            return None
-        return float(took_s / made * (self.progress["updates"] - self.progress["update"]))
-
-    def _latest_file(self) -> dict[str, Any]:
-        paths = sorted(self._weights.glob("*.json"), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)
-        return read_progress(paths[-1]) if paths else {}
+        """Seconds that the other updates need at this pace; ``None`` before it is known."""
+        pace = self.pace_s
+        return None if pace is None else pace * (self.progress["updates"] - self.progress["update"])
 
 
 def _key(name: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
+import statistics
 import time
 from typing import Any
 
@@ -25,6 +27,8 @@ FACTS = "trained"
 """Key of the metadata in a file of weights."""
 CURVE_POINTS = 20
 """Number of points of the training-loss curve."""
+REPORT_EVERY = 10
+"""Most updates between two reports, from which the study knows the pace of a training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +94,10 @@ class LossCurve:
     def __init__(self, files: TrainingFiles | None, updates: int) -> None:
         self.files, self.updates = files, updates
         self.every = max(1, updates // CURVE_POINTS)
+        """Updates between two points of the curve."""
+        self.report_every = math.gcd(self.every, REPORT_EVERY)
+        """Updates between two reports. The Trainer is to log as often."""
+        self._since_point: list[float] = []
         self.losses: list[tuple[int, float]] = []
         """``(update, loss)``: the mean training loss since the previous point."""
         self.held_out: list[tuple[int, float]] = []
@@ -111,7 +119,10 @@ class LossCurve:
     def __call__(self, trainer: Any, event: Event) -> None:
         """Keep the losses of ``event``."""
         if isinstance(event, Progressed):
-            self.losses.append((event.update, event.loss))
+            self._since_point.append(event.loss)
+            if event.update % self.every == 0 or event.update == self.updates:
+                self.losses.append((event.update, statistics.fmean(self._since_point)))
+                self._since_point = []
         elif isinstance(event, Validated):
             self.held_out.append((event.update, event.metrics["loss"]))
         else:
