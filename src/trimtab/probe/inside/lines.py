@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from trimtab.probe.inside import clock
 from trimtab.probe.inside.plan import MAIN, MAIN_NATIVE
@@ -33,9 +31,7 @@ samples: list[tuple[int, tuple[Place, ...], int, int, int]] = []
 innermost first."""
 try:
     _statm = os.open("/proc/self/statm", os.O_RDONLY)
-    _pread: Any = ctypes.PyDLL(None).pread  # it keeps the GIL, which os.pread releases: each release may switch threads
-    _pread.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long]
-except (OSError, AttributeError):
+except OSError:
     _statm = -1
 _PAGE = resource.getpagesize()
 
@@ -43,9 +39,7 @@ _PAGE = resource.getpagesize()
 def resident() -> int:
     """Resident bytes of this process; their peak if the system does not give the current value."""
     if _statm >= 0:
-        text = ctypes.create_string_buffer(64)
-        if _pread(_statm, text, 64, 0) > 0:
-            return int(text.value.split()[1]) * _PAGE
+        return int(os.pread(_statm, 64, 0).split()[1]) * _PAGE
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
