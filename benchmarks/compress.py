@@ -8,7 +8,8 @@
 
 Each network is optimized without compression; the same study then goes on twice for the same time, with ``--compress auto``,
 whose trainings may take half of it, and without, within a drop of the score that was fixed beforehand. Both results are
-artifacts, confirmed on test data against the model as written. They are then timed in turns, one example a call, one thread.
+artifacts, confirmed on test data against the model as written, with one thread or, where that was faster, with more. They are
+then timed in turns as they are, one example a call.
 Where compression finds nothing better, both ship the same form and the ratio is about 1.
 
 ``--studies`` makes short studies of the digits with seeds and limits drawn at random, and asks of each result how much it

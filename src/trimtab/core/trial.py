@@ -17,7 +17,7 @@ class State(enum.StrEnum):
     COMPLETE = "COMPLETE"
     """Measured completely. It may still miss a limit."""
     SKIPPED = "SKIPPED"
-    """Not tried, because it cannot run on this machine or model."""
+    """Not tried, because it cannot run on this machine or model, or for lack of time."""
     FAILED = "FAILED"
     """Ended by an exception, a crash, a time-out or too much memory. The log is kept."""
     MISMATCH = "MISMATCH"
