@@ -424,9 +424,9 @@ def in_time(seconds: float, end: float | None, share: float = TIMED) -> float:
 
 
 def share_s(left_s: float, needed_s: Sequence[float]) -> float:
-    """The part of ``left_s`` seconds that a trial may take, where others need ``needed_s``: the remainder, or an equal share if
-    that is larger."""
-    return max(left_s - sum(needed_s), left_s / (1 + len(needed_s)))
+    """The part of ``left_s`` seconds that a trial may take, where others need ``needed_s``: the remainder, or half if that is
+    larger. Equal shares that are too short for each would leave nothing that ends."""
+    return max(left_s - sum(needed_s), left_s / 2)
 
 
 def share_used_up(limit_s: float) -> str:
