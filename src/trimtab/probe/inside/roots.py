@@ -2,8 +2,8 @@
 they are and nothing is put on an instance.
 
 Roots are modules with parameters, and losses, that are no part of another module. They are looked for among all living objects,
-which takes up to 0.4 s with large libraries loaded: before the first batch is handed out, after the first backward pass, and
-where nothing was called by then, again later.
+which takes up to 0.4 s with large libraries loaded: before the first call of a module or batch of a loader, after the
+first backward pass, and where nothing was called by then, again later.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ after: list[Callable[[Any], None]] = []
 _classes: set[type] = set()
 _inside = False
 _scans = 0
+_module_call = torch.nn.Module.__call__
 
 
 def _watch(cls: type) -> None:
@@ -74,6 +75,7 @@ def scan() -> None:
     """Find the roots among all living modules. Earlier roots stay."""
     global _scans
     _scans += 1
+    torch.nn.Module.__call__ = _module_call  # type: ignore[method-assign]
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
     parts = {id(part) for module in found for part in module.__dict__.get("_modules", {}).values() if part is not None}
     for module in found:
@@ -124,6 +126,21 @@ def _install() -> None:
 
     loaders.on_batch(at_batch)
     hooks.around_backward(after=after_backward)
+    _scan_at_first_call()
+
+
+def _scan_at_first_call() -> None:
+    """Scan before the first call of a module, for scripts without a loader and a backward pass."""
+
+    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or get_ident() != MAIN:
+            return _module_call(self, *args, **kwargs)
+        clock.enter(clock.PROBE)
+        scan()
+        clock.leave()
+        return self(*args, **kwargs)
+
+    torch.nn.Module.__call__ = first  # type: ignore[method-assign]
 
 
 def around_calls(wrapper: Wrapper) -> None:
