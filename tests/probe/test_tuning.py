@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.errors import UsageError
+from trimtab.hardware.environment import Environment
 from trimtab.probe import tuning
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Configuration
@@ -46,10 +48,12 @@ def test_a_tune_that_was_cut_off_goes_on_from_what_it_measured(tmp_path: pathlib
         return Outcome(settings=settings, gain=Interval(1.4, 1.3, 1.5), losses="equal", how="fresh processes")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tuning, "observe", lambda command, **options: sound_records()["training"])
+    seen = replace(sound_records()["training"], sources=("data.py", "train.py"))
+    monkeypatch.setattr(tuning, "observe", lambda command, **options: seen)
     monkeypatch.setattr(tuning, "measure", measure)
     monkeypatch.setattr(tuning, "confirm", confirm)
     (tmp_path / "train.py").write_text("print('hello')\n", encoding="utf-8")
+    (tmp_path / "data.py").write_text("SIZE = 3\n", encoding="utf-8")
     tried: dict[str, Any] = {"settings": [DEBUG, NONE, LATE]}
     with pytest.raises(KeyboardInterrupt):
         tuning.tune_script(Command.of("train.py"), **tried)
@@ -66,9 +70,26 @@ def test_a_tune_that_was_cut_off_goes_on_from_what_it_measured(tmp_path: pathlib
     tuning.tune_script(Command.of("train.py"), overwrite=True, fresh=True, **tried)
     assert asked[3:] == [[DEBUG, NONE, LATE]]
 
+    assert sorted(Configuration.read(tmp_path / "trimtab.toml").files) == ["data.py", "train.py"]
+    (tmp_path / "data.py").write_text("SIZE = 4\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"data.py has changed since .*train-tune was begun.* Give --fresh"):
+        tuning.tune_script(Command.of("train.py"), overwrite=True, **tried)
     (tmp_path / "train.py").write_text("print('another')\n", encoding="utf-8")
     with pytest.raises(UsageError, match="was made for another text of the script"):
         tuning.tune_script(Command.of("train.py"), overwrite=True, **tried)
+
+
+def test_what_cannot_be_applied_safely_is_left_out_with_the_reason() -> None:
+    sound = sound_records()["training"]
+    draws = replace(sound.loaders[0], draws=True, wait_ms=sound.step_ms, batches=sound.steps)
+    network = replace(sound.modules[0], compiled=False)
+    _, why = tuning.candidate_settings(replace(sound, loaders=(draws,), modules=(network,)), Environment.capture())
+    assert f"Another number of workers for {draws.site} was left out: reading an example draws random numbers" in why[-1]
+    stream = replace(draws, iterable=True)
+    _, why = tuning.candidate_settings(replace(sound, loaders=(stream,)), Environment.capture())
+    assert "its data set is iterable, and each worker would read all of it" in why[-1]
+    _, why = tuning.candidate_settings(sound, Environment.capture())
+    assert not any("workers" in sentence for sentence in why)
 
 
 @pytest.mark.long

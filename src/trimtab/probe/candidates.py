@@ -28,6 +28,24 @@ def candidates(record: ProbeRecord) -> Iterator[ScriptSettings]:
         yield ScriptSettings(threads=threads)
 
 
+def left_out(record: ProbeRecord) -> Iterator[str]:
+    """Sentences about settings of loaders that would fit but cannot be applied safely."""
+    for loader in record.loaders:
+        if loader.iterable:
+            why = "its data set is iterable, and each worker would read all of it"
+        elif loader.draws:
+            why = "reading an example draws random numbers, and workers would draw others"
+        else:
+            continue
+        if _waits(loader, record) > WAITS:
+            yield f"Another number of workers for {loader.site} was left out: {why}."
+
+
+def _waits(loader: LoaderRecord, record: ProbeRecord) -> float:
+    """Share of a step spent waiting for the loader."""
+    return loader.wait_ms * loader.batches / max(1, record.steps) / max(record.step_ms, 1e-9)
+
+
 def _step(record: ProbeRecord) -> Iterator[ScriptSettings]:
     if any(module.gradients_unused for module in record.modules):
         yield ScriptSettings(no_grad=True)
@@ -52,8 +70,7 @@ def _step(record: ProbeRecord) -> Iterator[ScriptSettings]:
 
 
 def _loader(loader: LoaderRecord, record: ProbeRecord) -> Iterator[LoaderSettings]:
-    per_step = loader.batches / max(1, record.steps)
-    waits = loader.wait_ms * per_step / max(record.step_ms, 1e-9)
+    waits = _waits(loader, record)
     batched = (loader.batch_fetch or loader.tensors) and not loader.iterable
     if batched and (waits > WAITS or loader.workers):
         yield LoaderSettings(workers=0, batch_fetch=True) if loader.workers else LoaderSettings(batch_fetch=True)

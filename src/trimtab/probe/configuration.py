@@ -11,7 +11,7 @@ import pathlib
 import platform
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trimtab._internal.serialization import from_json, to_json, write_text
@@ -90,10 +90,12 @@ class Configuration:
         print(configuration.settings.changes())
     """
 
+    name: str
+    """Name of the script, such as ``train.py``, or of the module."""
     command: tuple[str, ...]
     """The command line, without the path of the interpreter."""
     files: Mapping[str, str]
-    """Path, relative to the script's folder -> sha256: the script, and the files that make its loaders."""
+    """Path, relative to the script's folder -> sha256: the script, and its own files that it imports."""
     settings: ScriptSettings
     conditions: Conditions
     evidence: Evidence
@@ -111,7 +113,8 @@ class Configuration:
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise UsageError(f"{path} cannot be read: {error}. Write it anew with trimtab tune --overwrite.") from error
         script = found.pop("script", {})
-        return from_json(cls, {**found, "command": script.get("command"), "files": script.get("sha256")})
+        known = {"name": script.get("name"), "command": script.get("command"), "files": script.get("sha256")}
+        return from_json(cls, {**found, **known})
 
     def write(self, path: pathlib.Path, *, overwrite: bool = False) -> None:
         """Write the file atomically.
@@ -125,7 +128,7 @@ class Configuration:
             loaders = changes["loaders"].items()
             changes["loaders"] = {site: {k: v for k, v in each.items() if v is not None} for site, each in loaders}
         tables = {
-            "script": {"command": list(self.command), "sha256": dict(self.files)},
+            "script": {"name": self.name, "command": list(self.command), "sha256": dict(self.files)},
             "settings": changes,
             "conditions": to_json(self.conditions),
             "evidence": to_json(self.evidence),
@@ -133,12 +136,10 @@ class Configuration:
         write_text(path, HEAD + "".join(_toml(tables, ())))
 
     def differences(self, command: Command) -> list[str]:
-        """Changes since the settings were measured, as sentences: files of the script, machine, versions."""
-        found = []
-        for name, known in self.files.items():
-            now = _sha256(command.folder / name)
-            if now != known:
-                found.append(f"{name} {'is gone' if now is None else 'has changed'}")
+        """Changes since the settings were measured, as sentences: the script, its files, machine, versions."""
+        if command.name != self.name:  # one file lies beside all scripts of a folder
+            return [f"the settings are those of {self.name} and not of {command.name}"]
+        found = changed_files(command, self.files)
         here = Conditions.here()
         for field in dataclasses.fields(here):
             before, now_ = getattr(self.conditions, field.name), getattr(here, field.name)
@@ -163,13 +164,19 @@ def command_words(command: Command) -> tuple[str, ...]:
     return ("python", *words[1:]) if words[0] == sys.executable else (os.path.basename(words[0]), *words[1:])
 
 
-def fingerprints(command: Command, settings: ScriptSettings) -> dict[str, str]:
-    """File -> sha256 of the script and of the files that make the loaders of ``settings``."""
-    names = {site.rpartition(":")[0] for site in settings.loaders}
+def fingerprints(command: Command, sources: Iterable[str] = ()) -> dict[str, str]:
+    """File -> sha256 of the script and of ``sources``, relative to the script's folder."""
+    names = set(sources)
     if command.script is not None:
         names.add(os.path.relpath(command.script, command.folder))
     found = {name: _sha256(command.folder / name) for name in sorted(names)}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def changed_files(command: Command, known: Mapping[str, str]) -> list[str]:
+    """What has happened to the files whose :func:`fingerprints` are ``known``, such as ``data.py has changed``."""
+    now = {name: _sha256(command.folder / name) for name in known}
+    return [f"{name} {'is gone' if now[name] is None else 'has changed'}" for name in known if now[name] != known[name]]
 
 
 def _sha256(path: pathlib.Path) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from trimtab._internal.serialization import from_json, to_json
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.script_settings import ScriptSettings
+from trimtab.errors import UsageError
 from trimtab.probe import configuration
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions
@@ -19,14 +20,15 @@ from trimtab.probe.counterfactuals import OUT_OF_TIME, Outcome
 from trimtab.study.run_folder import exclusive, run_folder
 from trimtab.study.storage import Storage, sqlite_url
 
-DATABASE, RECORD, CONFIRMED = "study.db", "record", "confirmed "
+DATABASE, RECORD, FILES, CONFIRMED = "study.db", "record", "files", "confirmed "
 
 
 class ScriptStudy:
     """The measurements of one script, each stored as soon as it is finished.
 
     Raises:
-        UsageError: the folder has the study of another script, command line, machine or torch.
+        UsageError: the folder has the study of another script, command line, machine or torch, or a file of the script has
+            changed.
         StorageError: the storage cannot be opened, read or written.
     """
 
@@ -34,11 +36,17 @@ class ScriptStudy:
         self.folder = folder
         identity = {
             "command": list(configuration.command_words(command)),
-            "text of the script": configuration.fingerprints(command, ScriptSettings()),
+            "text of the script": configuration.fingerprints(command),
             "machine": to_json(Conditions.here()),
         }
         where = sqlite_url(folder / DATABASE)
-        self._storage = Storage(where, f"{command.name}-tune", identity=identity, fresh=fresh)
+        self._command, self._storage = command, Storage(where, f"{command.name}-tune", identity=identity, fresh=fresh)
+        changed = configuration.changed_files(command, self._storage.get(FILES) or {})
+        if changed:
+            raise UsageError(
+                f"{', '.join(changed)} since {folder} was begun, whose measurements are of the text before. Give --fresh to "
+                "measure anew."
+            )
 
     @classmethod
     @contextlib.contextmanager
@@ -56,6 +64,7 @@ class ScriptStudy:
 
     @record.setter
     def record(self, record: ProbeRecord) -> None:
+        self._storage.put(FILES, configuration.fingerprints(self._command, record.sources))
         self._storage.put(RECORD, record)
 
     @property

@@ -17,7 +17,7 @@ from trimtab.core.script_settings import ScriptSettings
 from trimtab.errors import StorageError
 from trimtab.hardware.environment import Environment
 from trimtab.probe import configuration
-from trimtab.probe.candidates import candidates
+from trimtab.probe.candidates import candidates, left_out
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence
 from trimtab.probe.counterfactuals import Outcome, confirm, least_confirm_s, measure
@@ -31,6 +31,8 @@ BUDGET_S = 180.0
 WATCH_SHARE, CONFIRM_SHARE = 0.4, 0.3
 """Shares of the time for watching the script, at most, and for confirming what pays."""
 STEPS = 40
+NO_COMPILE = "torch.compile was left out: its seconds of compilation pay off in long runs only. trimtab doctor measures it."
+NO_AUTOCAST = "Autocast to {} was left out: losses would differ. trimtab doctor measures it."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class TunedScript:
     record: ProbeRecord
     outcomes: tuple[Outcome, ...] = ()
     """The outcome of every candidate, the fastest first."""
+    left_out: tuple[str, ...] = ()
+    """Sentences about settings that were not tried, and why."""
     kept: ScriptSettings = dataclasses.field(default_factory=ScriptSettings)
     """The settings that pay; the default settings if none do."""
     confirmed: Outcome | None = None
@@ -71,7 +75,7 @@ class TunedScript:
     def __str__(self) -> str:
         one = " Busy machine: both sides were timed with one thread." if any(each.one_thread for each in self.outcomes) else ""
         step = f"a step takes {self.record.step_ms:.4g} ms as written ({self.record.anchor} at {self.record.anchor_site}).{one}"
-        lines = [step, *(_line(outcome) for outcome in self.outcomes)]
+        lines = [step, *(_line(outcome) for outcome in self.outcomes), *self.left_out]
         if not self.finished:
             lines.append("The search is not finished; the same command goes on from here.")
         elif self.configuration is None or self.confirmed is None or self.confirmed.gain is None:
@@ -123,21 +127,24 @@ def tune_script(
             seconds = WATCH_SHARE * budget_s
             record = study.record = observe(command, steps=STEPS, seconds=seconds, in_place=in_place, on_progress=progress)
         found = TunedScript(command=configuration.command_words(command), record=record, path=path, folder=study.folder)
+        offered, left = candidate_settings(record, Environment.capture())
+        if settings is None:
+            found = replace(found, left_out=tuple(left))
 
         def keep(outcome: Outcome) -> None:
             study.keep(outcome)
             so_far = replace(found, outcomes=tuple(study.outcomes), seconds=time.monotonic() - start)
             write_json(study.folder / configuration.TUNED, so_far)
 
-        wanted = list(candidate_settings(record, Environment.capture()) if settings is None else settings)
+        wanted = list(offered if settings is None else settings)
         known = [outcome for outcome in study.outcomes if outcome.settings in wanted]
         if known:
             progress(f"{counted(len(known), 'setting')} of {len(wanted)} measured before, in {study.folder}")
         wanted = [one for one in wanted if one not in [outcome.settings for outcome in known]]
         confirming = min(max(CONFIRM_SHARE * budget_s, least_confirm_s(command, record)), 0.5 * budget_s)
-        left = budget_s - (time.monotonic() - start) - confirming
+        seconds = budget_s - (time.monotonic() - start) - confirming
         if wanted:
-            known += measure(command, record, wanted, seconds=left, in_place=in_place, on_progress=progress, on_outcome=keep)
+            known += measure(command, record, wanted, seconds=seconds, in_place=in_place, on_progress=progress, on_outcome=keep)
         outcomes = sorted(known, key=lambda each: -(each.gain.value if each.gain else 0.0))
         kept, confirmed = ScriptSettings(), None
         for choice in _choices(outcomes):
@@ -168,8 +175,9 @@ def _configuration(
 ) -> Configuration:
     """The configuration for ``trimtab run``: settings, conditions and evidence."""
     return Configuration(
+        name=command.name,
         command=configuration.command_words(command),
-        files=configuration.fingerprints(command, kept),
+        files=configuration.fingerprints(command, record.sources),
         settings=kept,
         conditions=Conditions.here(),
         evidence=Evidence(
@@ -182,22 +190,21 @@ def _configuration(
     )
 
 
-def candidate_settings(record: ProbeRecord, environment: Environment) -> list[ScriptSettings]:
+def candidate_settings(record: ProbeRecord, environment: Environment) -> tuple[list[ScriptSettings], list[str]]:
     """The remedies of the checks' findings, the clearest first, then :func:`~trimtab.probe.candidates.candidates` that change
-    something else.
-
-    Compilation is not among them, because its seconds pay off in long runs only, and neither is lower precision, because losses
-    would differ.
-    """
-    findings, _ = run_checks(record, environment)
+    something else; and a sentence for each remedy that is left out, and for each check that failed."""
+    findings, failures = run_checks(record, environment)
     given = [finding.settings for finding in findings if finding.settings is not None]
-    found = list[ScriptSettings]()
+    found, why = list[ScriptSettings](), dict[str, None]()
     for settings in [*given, *candidates(record)]:
-        if settings.compile or settings.autocast is not None or settings.without is not None or not settings.changes():
-            continue
-        if settings not in found:
+        if settings.compile:
+            why[NO_COMPILE] = None
+        elif settings.autocast is not None:
+            why[NO_AUTOCAST.format(settings.autocast)] = None
+        elif settings.without is None and settings.changes() and settings not in found:
             found.append(settings)
-    return sorted(found, key=lambda settings: settings.threads is not None)  # a busy machine cannot tell about threads
+    found.sort(key=lambda settings: settings.threads is not None)  # a busy machine cannot tell about threads
+    return found, [*why, *left_out(record), *failures]
 
 
 def _choices(outcomes: Sequence[Outcome]) -> list[ScriptSettings]:
