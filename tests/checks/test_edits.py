@@ -1,8 +1,11 @@
 """New text for a line of a script."""
 
+import dataclasses
+
 import pytest
 
-from trimtab.checks._script import under_no_grad, with_arguments
+from trimtab.checks._script import detached, edit_rarely, under_no_grad, with_arguments
+from trimtab.testing.records import sound_records
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,28 @@ def test_a_simple_statement_is_put_under_no_grad() -> None:
     assert under_no_grad("return model(x)") is None
     assert under_no_grad("for x in data:") is None
     assert under_no_grad("out = model(") is None
+
+
+def test_what_a_line_keeps_is_detached() -> None:
+    assert detached("    total += loss", ["loss"]) == "    total += loss.detach()"
+    assert detached("kept.append((loss, i))", ["loss"]) == "kept.append((loss.detach(), i))"
+    assert detached("kept.append({'é': loss, 'b': error})", ["loss", "error"]) == (
+        "kept.append({'é': loss.detach(), 'b': error.detach()})"
+    )
+    for text in ("total += loss.mean()", "loss = loss + 1", "for loss in losses:\n", "kept.append(", "kept.append(loss[0])"):
+        assert detached(text, ["loss"]) is None, text
+    assert detached("total += loss", []) is None
+
+
+def test_a_call_on_its_own_runs_in_every_fiftieth_round_of_a_loop_that_is_counted() -> None:
+    sound = sound_records()["training"]
+    texts = {"a.py:3": "    print(loss.item())", "a.py:4": "    error = measured(loss)", "a.py:9": "print(1)"}
+    record = dataclasses.replace(sound, texts=texts, counters={"a.py:3": "step", "a.py:4": "step"})
+    found = edit_rarely(record, "a.py:3", "Log less.")
+    assert found is not None
+    assert found.replacement == "    if step % 50 == 0:\n        print(loss.item())"
+    for site in ("a.py:4", "a.py:9", "a.py:10"):
+        advice = edit_rarely(record, site, "Log less.")
+        assert advice is not None
+        assert (advice.replacement, advice.advice) == (None, "Log less.")
+    assert edit_rarely(record, None, "Log less.") is None

@@ -16,6 +16,7 @@ import pytest
 from trimtab.errors import UsageError
 from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
+from trimtab.probe.serving import why_ended
 
 WRITES = """
 import os, pathlib, sys
@@ -56,6 +57,37 @@ def test_in_place_the_script_writes(folder: pathlib.Path) -> None:
         assert process.wait(60) == 3
         assert process.contained == "in place"
     assert sorted(path.name for path in folder.glob("*.txt")) == ["new.txt", "old.txt"]
+
+
+MAKES = """
+import os, pathlib, sys
+import torch
+pathlib.Path("new.txt").write_text("new")
+os.makedirs("made")
+pathlib.Path("made/one.txt").write_text("new")
+pathlib.Path("new.txt").write_text("its own file, again")
+open("old.txt", sys.argv[1]).close()
+print("went on")
+"""
+
+
+def test_where_writes_cannot_be_kept_apart_what_was_made_goes_and_what_was_there_stays(folder: pathlib.Path) -> None:
+    (folder / "job.py").write_text(MAKES, encoding="utf-8")
+    appends = next(number for number, text in enumerate(MAKES.splitlines(), 1) if "old.txt" in text)
+    for mode, code in (("r", 0), ("a", 90), ("r", 0)):
+        with ScriptProcess(Command.of("job.py", args=[mode]), {"mode": "none", "guard": True}, in_place=True) as process:
+            assert process.wait(60) == code
+            assert (folder / "made" / "one.txt").exists()
+            if code:
+                refused = f"was about to write old.txt (job.py:{appends})"
+                assert process.refused_write() == f"{refused}, which exists"
+                assert why_ended(process, code) == (
+                    f"The script {refused}, which exists. Its writes cannot be kept apart on this machine; let it write with "
+                    "--in-place."
+                )
+            else:
+                assert (process.log(), process.refused_write()) == ("went on", None)
+        assert sorted(path.name for path in folder.iterdir()) == ["gone.txt", "job.py", "old.txt"]
 
 
 STARTS = """

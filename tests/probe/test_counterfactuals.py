@@ -18,8 +18,9 @@ from trimtab.errors import UsageError
 from trimtab.measure.host import computed_ns, descendants
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
-from trimtab.probe.configuration import Conditions, Configuration, Evidence, fingerprints
+from trimtab.probe.configuration import Conditions, Configuration, Evidence, changed_files, fingerprints
 from trimtab.probe.counterfactuals import (
+    OUT_OF_TIME,
     Outcome,
     _Measuring,
     _mixed_every,
@@ -99,12 +100,22 @@ def test_what_the_evidence_puts_first_is_measured_first_and_late_losses_are_comp
     command, told = Command.of(script, args=["4000"]), list[str]()
     loader = ScriptSettings(loaders={"train.py:11": LoaderSettings(batch_fetch=True)})
     asked = [loader, ScriptSettings(debug_off=True)]
-    late, other = measure(command, record(start_s=100.0), asked, seconds=203, on_progress=told.append)
+    late, other = measure(command, record(start_s=29.0), asked, seconds=62, on_progress=told.append)
     assert (late.how, late.losses, late.gain is None) == ("fresh processes", "not compared", False)
     assert told[0] == f"in fresh processes: {described(loader)}"
     faster = dataclasses.replace(late, gain=Interval(2.0, 1.8, 2.2))
     assert compare_losses(command, record(), [faster, other], seconds=60)[0].losses == "equal"
     assert compare_losses(command, record(), [faster], seconds=1) == [faster]
+
+
+def test_a_script_that_starts_slowly_is_first_started_once_for_all_that_can_be_switched(script: pathlib.Path) -> None:
+    told = list[str]()
+    loader = ScriptSettings(loaders={"train.py:11": LoaderSettings(batch_fetch=True)})
+    asked = [loader, ScriptSettings(debug_off=True)]
+    late, early = measure(Command.of(script, args=["4000"]), record(start_s=31.0), asked, seconds=60, on_progress=told.append)
+    assert told[0] == "anomaly mode off"
+    assert early.gain is not None
+    assert (late.gain, late.failed) == (None, OUT_OF_TIME)
 
 
 def test_a_block_has_as_many_steps_as_workers_read_ahead(script: pathlib.Path) -> None:
@@ -294,8 +305,9 @@ def test_what_pays_is_confirmed_written_and_applied(script: pathlib.Path, tmp_pa
 
 def configured(command: Command, settings: ScriptSettings) -> Configuration:
     return Configuration(
+        name=command.name,
         command=("python", "train.py"),
-        files=fingerprints(command, settings),
+        files=fingerprints(command),
         settings=settings,
         conditions=Conditions.here(),
         evidence=Evidence(speedup=(1.5, 1.4, 1.6), losses="equal", steps=24, step_ms=3.0),
@@ -312,6 +324,17 @@ def test_the_file_holds_settings_of_loaders(script: pathlib.Path, tmp_path: path
     script.unlink()
     command = Command((sys.executable,), script, tmp_path, "train.py")
     assert written.differences(command) == ["train.py is gone"]
+    other = Command((sys.executable,), tmp_path / "finetune.py", tmp_path, "finetune.py")
+    assert written.differences(other) == ["the settings are those of train.py and not of finetune.py"]
+
+
+def test_settings_hold_for_the_files_that_a_script_imports(script: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "data.py").write_text("SIZE = 3\n")
+    command = Command.of(script)
+    known = fingerprints(command, ["data.py", "train.py"])
+    assert changed_files(command, known) == []
+    (tmp_path / "data.py").write_text("SIZE = 4\n")
+    assert changed_files(command, known) == ["data.py has changed"]
 
 
 def test_losses_are_judged_by_what_rounding_explains() -> None:

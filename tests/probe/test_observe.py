@@ -70,6 +70,7 @@ def test_training_with_an_optimizer(watch: Watch) -> None:
     assert record.energy
     assert len(record.losses) >= record.steps
     assert "model.pt" in record.writes
+    assert record.sources == ("train.py",)
 
 
 def test_loaders_are_known_by_their_line(watch: Watch) -> None:
@@ -90,6 +91,7 @@ def test_calls_of_the_script_are_known_by_their_line(watch: Watch) -> None:
     assert calls["Tensor.item", line("train.py", "history.append")].calls == 1.0
     assert calls["print", line("train.py", "print(")].calls == 1.0
     assert ("clip_grad_norm_", line("train.py", "clip_grad")) in calls
+    assert calls["zero_grad", line("train.py", "zero_grad")].calls == 1.0
     assert calls["torch.save", line("train.py", "torch.save")].calls < 0.5
 
 
@@ -148,6 +150,60 @@ def test_a_compiled_model_that_meets_many_sizes_is_compiled_again(watch: Watch) 
     assert (module.compiled, module.calls) == (True, 1.0)
 
 
+READS = """
+import socket
+import torch
+from parts.sizes import SIZE
+
+server = socket.create_server(("127.0.0.1", 0))
+socket.create_connection(("localhost", server.getsockname()[1])).close()
+model = torch.nn.Linear(SIZE, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+@torch.compile(backend="eager")
+def loss_of(x):
+    y = model(x).square().mean()
+    print("traced")
+    return y + 1
+
+
+kept = []
+for step in range(400):
+    optimizer.zero_grad()
+    loss = loss_of(torch.randn(4, SIZE))
+    loss.backward()
+    optimizer.step()
+    kept.append(loss)
+    if float(loss) < 0 or bool(loss < 0):
+        break
+"""
+
+
+def test_reads_of_a_value_kept_graphs_hosts_own_files_and_graph_breaks_are_known(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "sizes.py").write_text("SIZE = 8\n", encoding="utf-8")
+    (tmp_path / "reads.py").write_text(READS, encoding="utf-8")
+    record = observe(Command.of("reads.py"), steps=12, seconds=120)
+    lines = {text: f"reads.py:{number}" for number, text in enumerate(READS.splitlines(), 1)}
+    reads = {call.name: call for call in record.calls if call.site == lines["    if float(loss) < 0 or bool(loss < 0):"]}
+    assert (reads["float(tensor)"].calls, reads["bool(tensor)"].calls) == (1.0, 1.0)
+    assert record.memory is not None
+    assert (record.memory.grows_at, record.memory.graphs_kept) == (lines["    kept.append(loss)"], ("loss",))
+    assert record.counters[lines["    kept.append(loss)"]] == "step"
+    (host,) = record.network
+    assert host.startswith("localhost:")
+    assert record.sources == ("parts/sizes.py", "reads.py")
+    broken = [each for each in record.recompiles if each.graph_breaks]
+    assert [each.site for each in broken] == [lines['    print("traced")']]
+    assert record.texts[broken[0].site] == '    print("traced")'
+    assert "print" in broken[0].reason
+    assert broken[0].ms > 0
+
+
 def test_in_inference_a_batch_is_a_step(watch: Watch) -> None:
     record = watch("embed.py")
     assert (record.anchor, record.anchor_site) == ("batch", line("embed.py", "DataLoader(Texts"))
@@ -162,6 +218,19 @@ def test_in_inference_a_batch_is_a_step(watch: Watch) -> None:
     assert sum(call.calls for call in record.calls if call.name == "Tensor.tolist") == pytest.approx(4.0, abs=0.5)
 
 
+def test_calls_of_a_model_without_a_loader_are_steps(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "answer.py").write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)).eval()\n"
+        "with torch.no_grad():\n    while True:\n        model(torch.randn(256, 64))\n",
+        encoding="utf-8",
+    )
+    record = observe(Command.of(tmp_path / "answer.py"), steps=12, seconds=120)
+    assert (record.anchor, record.anchor_site) == ("forward", "Sequential")
+    (module,) = record.modules
+    assert (module.training, module.calls, module.gradients_unused) == (False, 1.0, 0.0)
+    assert record.phases["forward"] > 0
+
+
 def test_one_rank_of_a_launcher_reports(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["torchrun", "--nproc_per_node", "2", str(SCRIPTS / "ranks.py")]
@@ -170,6 +239,10 @@ def test_one_rank_of_a_launcher_reports(tmp_path: pathlib.Path, monkeypatch: pyt
     assert record.distributed is not None
     assert (record.distributed.ranks, record.distributed.rank, record.distributed.kind) == (2, 0, "ddp")
     assert record.distributed.reductions == 1.0
+    assert record.distributed.waits_ms is not None
+    assert 0 < record.distributed.waits_ms < record.step_ms
+    assert record.phases["communication"] == pytest.approx(record.distributed.waits_ms, rel=0.01)
+    assert sum(record.phases.values()) == pytest.approx(record.step_ms, rel=1e-9)
     assert record.distributed.skew_ms is not None
     assert record.distributed.skew_ms > 0
 

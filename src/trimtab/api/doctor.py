@@ -8,6 +8,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from trimtab.train.loss.adapter import is_pair
 
 REPORT, RECORD, TIMELINE = "report.html", "doctor.json", "trace.json"
 FEWEST_STEPS = 10
+TRACE_SHARE = 0.2
+"""Share of the budget for the run under torch's profiler, where one is asked for."""
 _MODEL_FILES = re.compile(r"\.(pt2|pt|onnx)$|^hf:")
 _NAMED = re.compile(r"\.py:[A-Za-z_]\w*$")
 
@@ -229,17 +232,18 @@ def examine(request: Request, on_progress: Callable[[str], None] | None = None) 
     """
     if request.out is not None:
         _make_folder(request.out)
+    traced, start = request.trace is not None or request.nvtx, time.monotonic()
     found = diagnose(
         request.command,
         words=request.words,
-        seconds=request.seconds,
+        seconds=(1 - TRACE_SHARE * traced) * request.seconds,
         steps=request.steps,
         in_place=request.in_place,
         patch=request.patch is not None,
         on_progress=on_progress,
     )
     files, notes = list[str](), list[str]()
-    if request.trace is not None or request.nvtx:
+    if traced:
         if on_progress is not None:
             on_progress("running once more for the traces")
         made, note = record_traces(
@@ -249,6 +253,7 @@ def examine(request: Request, on_progress: Callable[[str], None] | None = None) 
             folder=request.trace,
             nvtx=request.nvtx,
             in_place=request.in_place,
+            seconds=request.seconds - (time.monotonic() - start),
         )
         files += map(str, made)
         notes += [note] if note else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from trimtab.core.check import ScriptCheck
@@ -13,6 +13,8 @@ from trimtab.core.evidence import LineRecord, LoaderRecord, Phase, ProbeRecord
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import CodeEdit
 
+EVERY = 50
+"""Rounds of a loop between two runs of a line that need not run in each."""
 FILES = re.compile(
     r"\bopen\(|\.read_(bytes|text|csv|parquet|image|file)\(|\b(np|numpy|torch|json|pickle|h5py|torchaudio)\.load\("
     r"|\b(Image\.open|imread|soundfile\.read|loadtxt|genfromtxt|fromfile)\(|\bdecode_|\.(decode|convert)\("
@@ -155,6 +157,18 @@ def edit(record: ProbeRecord, site: str | None, advice: str, **arguments: dict[s
     return CodeEdit(site=site, advice=advice, replacement=None if new == record.texts.get(site) else new)
 
 
+def edit_rarely(record: ProbeRecord, site: str | None, advice: str) -> CodeEdit | None:
+    """An edit after which the statement at ``site`` runs in every :data:`EVERY`-th round of its loop only. It is advice if the
+    line is no call on its own, or if no variable counts the loop."""
+    if not site:
+        return None
+    text, counter = record.texts.get(site, ""), record.counters.get(site)
+    tree, indent = _parsed(text.strip()), text[: len(text) - len(text.lstrip())]
+    alone = tree is not None and isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Call)
+    new = f"{indent}if {counter} % {EVERY} == 0:\n{indent}    {text.strip()}" if alone and counter else None
+    return CodeEdit(site=site, advice=advice, replacement=new)
+
+
 def with_arguments(text: str, function: str, given: dict[str, str]) -> str | None:
     """The line ``text`` with other arguments in its call of ``function``.
 
@@ -192,6 +206,22 @@ def under_no_grad(text: str) -> str | None:
         return None
     indent = text[: len(text) - len(text.lstrip())]
     return f"{indent}with torch.no_grad():\n{indent}    {body}"
+
+
+def detached(text: str, names: Sequence[str]) -> str | None:
+    """The line ``text`` with ``.detach()`` after each of ``names``; ``None`` if the line is no whole statement, or if one of
+    the names is assigned to, or used otherwise than as a value on its own."""
+    indent, raw = text[: len(text) - len(text.lstrip())], text.strip().encode()
+    tree = _parsed(text.strip())
+    if tree is None or not names:
+        return None
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names]
+    called = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Subscript)]
+    if any(not isinstance(node.ctx, ast.Load) or node in called for node in used):
+        return None
+    for end in sorted((node.end_col_offset or 0 for node in used), reverse=True):
+        raw = raw[:end] + b".detach()" + raw[end:]
+    return indent + raw.decode()
 
 
 def _parsed(body: str) -> ast.Module | None:

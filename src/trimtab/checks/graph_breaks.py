@@ -21,17 +21,17 @@ class GraphBreaks(ScriptCheck):
     """
 
     def run(self, subject: ProbeRecord, environment: Environment) -> list[Finding]:
-        """Graph breaks by function, with the reason and the time that compiling took."""
+        """The lines at which graphs end, with the reason and the time that compiling took."""
         found = []
         for each in subject.recompiles:
             if not each.graph_breaks:
                 continue
-            what = each.site or "the model"
+            where = f" at {each.site}" if each.site else ""
             why = f" ({each.reason.splitlines()[0][:80].rstrip('. ')})" if each.reason else ""
-            cost = f", which took {each.ms / 1e3:.1f} s to compile" if each.ms else ""
+            cost = f" Compiling all graphs took {each.ms / 1e3:.1f} s." if each.ms else ""
             message = (
-                f"torch.compile breaks {what} into {each.graph_breaks + 1} graphs{why}{cost}. Move that call out of the "
-                "compiled function, and check with fullgraph=True."
+                f"torch.compile ends a graph{where}{why} and begins another after it, so that nothing is fused across that "
+                f"line. Move the call out of the compiled function, and check with fullgraph=True.{cost}"
             )
             found.append(
                 self.note(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trimtab.checks._script import LOGGING, edit, lines, matches, share
+from trimtab.checks._script import EVERY, LOGGING, edit_rarely, lines, matches, share
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
@@ -44,7 +44,7 @@ class Logging(ScriptCheck):
                 evidence={"logging_share": taken, "calls_per_step": often},
                 where=where,
                 category="run",
-                edit=edit(subject, where, "Log every n-th step: `if step % 50 == 0:`."),
+                edit=edit_rarely(subject, where, f"Log every n-th step: `if step % {EVERY} == 0:`."),
                 ceiling=ScriptSettings(without="logging"),
                 share=taken,
             )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimtab._internal.text import counted
-from trimtab.checks._script import edit
+from trimtab.checks._script import detached
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
+from trimtab.core.script_settings import CodeEdit
 from trimtab.hardware.environment import Environment
+
+ADVICE = "Keep a number (.item()) or a detached tensor, not the graph."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class MemoryGrowth(ScriptCheck):
             return []
         if where is None and any(each.recompiles for each in subject.recompiles):
             return []
+        new = None if where is None else detached(subject.texts.get(where, ""), memory.graphs_kept)
         at = f", kept by {where}" if where else ""
         message = (
             f"Memory grows by {memory.growth_mb:.2f} MB per step{at}: {memory.rises:.0%} of {counted(subject.steps, 'step')} "
@@ -51,6 +55,6 @@ class MemoryGrowth(ScriptCheck):
                 evidence={"mb_per_step": memory.growth_mb, "at_least_mb": memory.growth_low_mb, "rises": memory.rises},
                 where=where,
                 category="memory",
-                edit=edit(subject, where, "Keep a number (.item()) or a detached tensor, not the graph."),
+                edit=None if where is None else CodeEdit(site=where, advice=ADVICE, replacement=new),
             )
         ]

@@ -189,15 +189,15 @@ class OperatorRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecompileRecord:
-    """Recompilations and graph breaks of ``torch.compile`` after the warm-up."""
+    """Recompilations of a function by ``torch.compile`` after the warm-up, or a graph break."""
 
     site: str
-    """The function that was compiled."""
+    """The function that was compiled again; the line at which a graph ends."""
     reason: str
     recompiles: int = 0
     graph_breaks: int = 0
     ms: float = 0.0
-    """Total milliseconds of compilation."""
+    """Milliseconds of its compilations; with the first graph break those of all compilations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,13 +220,16 @@ class MemoryRecord:
     :func:`trimtab.hardware.system.huge_pages_variable`."""
     grows_at: str | None = None
     """The line whose objects hold the growth, where it was found."""
+    graphs_kept: tuple[str, ...] = ()
+    """Names in that line that are tensors with a graph."""
     lines: tuple[tuple[str, float], ...] = ()
     """Lines of the script by the MB of memory that were added while they ran, over all steps; the largest first."""
     curve: tuple[tuple[float, float], ...] = ()
     """(ms since the begin of a step, MB) over one step, a mean over the steps that were sampled."""
     reserved_mb: float | None = None
-    """Reserved by torch's allocator on the GPU."""
+    """The most that torch's allocator has reserved on the GPU."""
     allocated_mb: float | None = None
+    """The most of them that tensors had."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,6 +244,8 @@ class DistributedRecord:
     find_unused: bool = False
     unused_found: bool = False
     """Whether there were parameters without a gradient."""
+    waits_ms: float | None = None
+    """Milliseconds of a backward pass that reduces gradients in which it computes nothing and waits for other ranks."""
     skew_ms: float | None = None
     """Median delay from the first to the last rank of this machine at the start of a backward pass that reduces gradients."""
 
@@ -340,8 +345,13 @@ class ProbeRecord:
     """Commands of processes that it started."""
     contained: Literal["overlay", "guarded", "in place"] = "overlay"
     """Where the writes went; see :mod:`trimtab.probe.containment`."""
+    sources: tuple[str, ...] = ()
+    """Files of the script's own code that its process had imported, the script itself among them; relative to the script's
+    folder where they lie in it."""
     notes: tuple[str, ...] = ()
     """What could not be seen, and why, as sentences."""
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The text of each line that a ``site`` of this record names, with its indentation and without its newline. Edits are
     derived from it."""
+    counters: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Site -> variable that counts the innermost loop around the line, where it is a loop over ``range`` or ``enumerate``."""

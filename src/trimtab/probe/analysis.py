@@ -97,6 +97,11 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
     totals, elsewhere = steps.tallies(log["tallies"])
     step_ms = sum(s.ms for s in clean) / n
     phases = {name: sum(s.phases[i] for s in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
+    distributed = _distributed(log, totals, n)
+    if distributed is not None and distributed.waits_ms is not None:  # the reducer waits within the backward pass
+        waits = min(distributed.waits_ms * distributed.reductions, phases["backward"])
+        phases["backward"] -= waits
+        phases["communication"] += waits
     median = statistics.median(s.ms for s in clean)
     busy = log["busy"]
     return ProbeRecord(
@@ -125,7 +130,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         small_operators=log["operators"].get("small", 0.0),
         recompiles=_recompiles(log),
         memory=_memory(log, marks, usages, steps),
-        distributed=_distributed(log, totals, n),
+        distributed=distributed,
         timeline=_timeline(log["spans"], clean, median),
         threads=log["threads"],
         cores=log["cores"],
@@ -133,7 +138,9 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
         others_share=max(0.0, min(1.0, (busy["all_s"] - busy["own_s"]) / busy["wall_s"] / log["cores"])) if busy else 0.0,
         device=log["device"],
         flags=log["flags"],
+        sources=tuple(log["sources"]),
         texts=log["texts"] | {where: text for row in log["reading"] for where, text, *_ in row["lines"] if text},
+        counters=log["counters"],
         losses=tuple(log["losses"]),
         notes=tuple(notes),
         **outside,
@@ -372,10 +379,8 @@ def _calls(totals: Totals, elsewhere: Totals, n: int, total: int) -> tuple[CallR
 
 def _recompiles(log: Json) -> tuple[RecompileRecord, ...]:
     found = []
-    for facts in log["recompiles"]:
-        breaks = facts["breaks"]
-        for reason, count in breaks.items():
-            found.append(RecompileRecord(site="", reason=reason, graph_breaks=count, ms=1000 * facts["seconds"]))
+    for place, facts in enumerate(log["graph_breaks"]):
+        found.append(RecompileRecord(**facts, graph_breaks=1, ms=0.0 if place else 1000 * log["compile_s"]))
     for facts in log["compilations"]:
         reason, ms = facts["reason"], 1000 * facts["seconds"]
         found.append(RecompileRecord(site=facts["site"], reason=reason, recompiles=facts["recompiles"], ms=ms))
@@ -443,8 +448,10 @@ def _memory(log: Json, marks: Sequence[Any], usages: Sequence[Usage], steps: _Cl
         page_faults=_per_step(usages, "faults"),
         huge_pages=system.huge_pages_variable(),
         grows_at=log["growth"].get("site") or None,
+        graphs_kept=tuple(log["growth"].get("graphs", ())),
         lines=tuple(lines),
         curve=tuple(curve),
+        **log["gpu_memory"],
     )
 
 

@@ -32,6 +32,8 @@ MOST_REFINED = 3
 """Settings that are measured twice if the first interval is not sure."""
 WIDTH = 0.03
 """An interval that is narrower than this share of the ratio ends a comparison."""
+LONG_START_S = 30.0
+"""Seconds from a script's start to its first step from which on settings that need new processes come last."""
 TRIES = 3
 """Starts per candidate if the script ends before it is timed. Each start halves the time of the comparison."""
 TOO_SHORT = "The script ends before enough of its steps can be timed; run it with more steps or epochs."
@@ -159,6 +161,8 @@ class _Measuring:
         switched = {i: each for i, each in enumerate(settings) if not each.fresh}
         remedies = [i for i, each in switched.items() if each.without is None]
         first = [i for i in fresh if i < min(remedies, default=len(settings))]  # they have the strongest evidence
+        if self.record.start_s > LONG_START_S and switched:  # one start screens all that a running process is switched to
+            first = []
         self._time_each_fresh(first, settings, found, len(settings), 2 * (len(fresh) - len(first)) + bool(switched))
         self._time_switched(switched, found, len(fresh) - len(first))
         self._time_each_fresh(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)

@@ -120,6 +120,13 @@ class ScriptProcess:
             return "\n".join(self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
         return ""
 
+    def refused_write(self) -> str | None:
+        """Why a guarded run was ended, up to the site; ``None`` if it was not."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self.out / "guarded.json").read_text(encoding="utf-8"))
+            return f"was about to write {found['path']} ({found['site']}), which exists"
+        return None
+
     def poll(self) -> int | None:
         """The command's exit code, as from :class:`subprocess.Popen`; ``None`` while it runs."""
         code = self._process.poll()
@@ -149,6 +156,7 @@ class ScriptProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        warden.remove_created(str(self.folder))
         warden.remove(str(self.folder))
 
 

@@ -15,7 +15,7 @@ from trimtab.core.evidence import ProbeRecord
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.probe.command import Command
 from trimtab.probe.launch import ScriptProcess
-from trimtab.probe.serving import anchor_of, failure
+from trimtab.probe.serving import anchor_of, why_ended
 from trimtab.train.loss.loss_parity import BaselineLosses
 
 Losses = Literal["equal", "within rounding", "different", "not compared"]
@@ -89,7 +89,7 @@ class LossRuns:
                 time.sleep(0.05)
             code = process.poll()
             if not path.exists():
-                ended = "It took too long." if code is None else failure(process.log(200), code)
+                ended = "It took too long." if code is None else why_ended(process, code)
                 raise RunFailed(ended)
             found = json.loads(path.read_text(encoding="utf-8"))
         return tuple(found["losses"] or found["outputs"])

@@ -81,15 +81,14 @@ def observe(
             key=lambda found: (not found["finished"], len(found["marks"])),
             default=None,
         )
-        guarded = _read(process.out, "guarded.json")
-        _remove_created(process.out)
+        refused = process.refused_write()
         if log is None:
-            raise _no_record(command, process, code, seconds, guarded)
+            raise _no_record(command, process, code, seconds, refused)
         log["reading"] = _lines(process.out / READING)
         log["arrivals"] = [log["arrivals"], *(found["ns"] for found in _read(process.out, "arrivals-*.json"))]
         written = process.written()
         listed = dict.fromkeys([*written, *(path for path in log["writes"] if not _is_listed(path, written))])
-        notes = [*process.notes(), *_guard_notes(guarded)]
+        notes = [*process.notes(), *([f"The run ended early: {command.name} {refused}."] if refused else [])]
         if busy is not None and log["threads"] > 1:
             notes.append(f"Busy machine: {busy}, so the script was watched with one thread in place of {log['threads']}.")
         record = record_of(
@@ -126,34 +125,16 @@ def _is_listed(path: str, written: list[str]) -> bool:
     return os.path.relpath(path) in written or os.path.abspath(path) in written or os.path.isdir(path)
 
 
-def _remove_created(out: pathlib.Path) -> None:
-    """Delete the files that a guarded script made."""
-    path = out / "made.txt"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        made = pathlib.Path(json.loads(line))
-        if made.is_file():
-            made.unlink(missing_ok=True)
-    for line in reversed(path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
-        folder = pathlib.Path(json.loads(line))
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def _guard_notes(guarded: list[dict[str, Any]]) -> list[str]:
-    return [f"The run ended early: {found['site']} was about to write {found['path']}, which existed." for found in guarded]
-
-
 def _no_record(
-    command: Command, process: ScriptProcess, code: int | None, seconds: float, guarded: list[dict[str, Any]]
+    command: Command, process: ScriptProcess, code: int | None, seconds: float, refused: str | None
 ) -> UsageError | WorkloadError:
     """The error that says why there is no record."""
     printed = process.log().strip()
     shown = f"\n\n{printed}" if printed else ""
-    if guarded:
-        found = guarded[0]
+    if refused:
         return UsageError(
-            f"{command.name} was about to write {found['path']} ({found['site']}), which exists, before a step was seen, and "
-            "its writes cannot be kept apart on this machine; let it write with --in-place"
+            f"{command.name} {refused}, before a step was seen, and its writes cannot be kept apart on this machine; let it "
+            "write with --in-place"
         )
     failed = _read(process.out, "failed-*.json")
     if failed:

@@ -93,7 +93,7 @@ class ServedScript:
             return
         if code == 0:
             raise ScriptEnded
-        raise ScriptFailed(failure(self.process.log(200), code))
+        raise ScriptFailed(why_ended(self.process, code))
 
     def end_reason(self, error: MeasurementError) -> Exception:
         """The reason why the script ended, after a lost connection raised ``error``."""
@@ -153,6 +153,14 @@ def anchor_of(record: ProbeRecord) -> dict[str, Any]:
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failed)\b.*)$")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def why_ended(process: ScriptProcess, code: int) -> str:
+    """One sentence about a script that ended with ``code`` and should not have."""
+    refused = process.refused_write()
+    if refused is None:
+        return failure(process.log(200), code)
+    return f"The script {refused}. Its writes cannot be kept apart on this machine; let it write with --in-place."
 
 
 def failure(log: str, code: int) -> str:

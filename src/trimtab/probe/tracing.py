@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import shutil
 
@@ -14,6 +15,7 @@ from trimtab.probe.serving import anchor_of
 
 SLOWER, SPARE_S = 20.0, 30.0
 """How much slower a step under the profiler may be before the run is given up, and seconds for start and files besides."""
+NO_RANGES = "NVTX ranges need a CUDA device, and the model is not on one: none were pushed."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ def record_traces(
     folder: pathlib.Path | None = None,
     nvtx: bool = False,
     in_place: bool = False,
+    seconds: float = math.inf,
 ) -> tuple[list[pathlib.Path], str | None]:
     """Run ``command`` once more for the steps of ``schedule``, and move its traces to ``folder``.
 
@@ -64,10 +67,14 @@ def record_traces(
         folder: for the files.
         nvtx: whether steps and calls of modules are NVTX ranges, if there is a CUDA device.
         in_place: whether the script writes where it writes.
+        seconds: most time of the run.
 
     Returns:
-        The files, and a sentence if there are none although a schedule was given.
+        The files, and a sentence if a schedule was given and there are none, or if ranges have no GPU.
     """
+    no_ranges = NO_RANGES if nvtx and not record.device.startswith("cuda") else None
+    if schedule is None and no_ranges is not None:
+        return [], no_ranges
     steps = record.steps if schedule is None else schedule.steps
     plan = {
         "mode": "trace",
@@ -78,13 +85,14 @@ def record_traces(
     }
     found = list[pathlib.Path]()
     with ScriptProcess(command, plan, in_place=in_place) as process:
-        code = process.wait(record.start_s + SPARE_S + SLOWER * steps * record.step_ms / 1e3)
+        most = min(seconds, record.start_s + SPARE_S + SLOWER * steps * record.step_ms / 1e3)
+        code = process.wait(max(most, 0.0))
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(process.out.glob("*.json*")):
                 found.append(folder / path.name)
                 shutil.move(path, found[-1])
         if schedule is None or found:
-            return found, None
-        why = "it did not end in time" if code is None else f"it ended with code {code}: {process.log(3)}"
+            return found, no_ranges
+        why = f"it did not end within {most:.0f} s" if code is None else f"it ended with code {code}: {process.log(3)}"
     return [], f"No trace was written: the script made fewer than {steps} steps under the profiler, or {why}."

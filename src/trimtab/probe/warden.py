@@ -22,6 +22,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 FILES = "files.json"
+CREATED = "made.txt"
+"""File of the paths that a guarded script made, a JSON string per line."""
 MEMORY_CHECK_EVERY = 10
 """Turns of 20 ms between two checks of the free memory."""
 FILE_SYSTEMS = {
@@ -200,6 +202,18 @@ def kill_all(child: int) -> None:
         select.select([], [], [], 0.01)
 
 
+def remove_created(scratch: str) -> None:
+    """Delete the files and empty folders that a guarded script made."""
+    path = os.path.join(scratch, "out", CREATED)
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        made = [json.loads(line) for line in file.read().splitlines(keepends=True) if line.endswith("\n")]
+    for name in reversed(made):  # what lies in a folder was made after it
+        with contextlib.suppress(OSError):
+            os.rmdir(name) if os.path.isdir(name) and not os.path.islink(name) else os.unlink(name)
+
+
 def remove(folder: str) -> None:
     """Delete a folder, also one that an overlay left without permissions."""
 
@@ -250,6 +264,7 @@ def main() -> None:
         least = instructions["least_memory"]
         print(f"MemoryError: trimtab ended the script, because less than {least:.0%} of the memory was left", flush=True)
     if orphaned:
+        remove_created(instructions["scratch"])
         remove(instructions["scratch"])
         os._exit(1)
     code = 1 if out_of_memory else -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)

@@ -45,7 +45,11 @@ def _written(event: str, arguments: tuple[Any, ...]) -> str | None:
     return _path(arguments[place]) if place is not None else None
 
 
-_EVENTS = frozenset({"open", "socket.connect", "subprocess.Popen", "os.posix_spawn", "os.exec", *_REMOVING})
+_resolved: dict[Any, str] = {}
+"""Port -> the host whose address was looked up last for it."""
+
+_NETWORK = ("socket.getaddrinfo", "socket.connect")
+_EVENTS = frozenset({"open", "subprocess.Popen", "os.posix_spawn", "os.exec", *_NETWORK, *_REMOVING})
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -58,10 +62,12 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
             writes[path] = None
         elif path is None and event == "open" and (read := _path(arguments[0])) and not read.endswith((".py", ".pyc", ".so")):
             opened += 1
+    elif event == "socket.getaddrinfo":
+        _resolved[arguments[1]] = arguments[0]
     elif event == "socket.connect":
         address = arguments[1]
         if isinstance(address, tuple) and len(network) < _MOST:
-            network[f"{address[0]}:{address[1]}"] = None
+            network[f"{_resolved.get(address[1]) or address[0]}:{address[1]}"] = None
     elif len(children) < _MOST:
         words = arguments[1] if isinstance(arguments[1], list | tuple) else [arguments[0]]
         children[" ".join(os.fsdecode(word) for word in words if isinstance(word, str | bytes | os.PathLike))[:200]] = None

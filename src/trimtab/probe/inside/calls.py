@@ -131,8 +131,11 @@ def watch() -> None:
     """Replace the functions for the rest of the process."""
     for name in ("item", "cpu", "numpy", "tolist"):
         replace(torch.Tensor, name, timed(f"Tensor.{name}", clock.SYNC, _INNER_PHASES))
+    for name in ("float", "int", "bool"):
+        replace(torch.Tensor, f"__{name}__", timed(f"{name}(tensor)", clock.SYNC, _INNER_PHASES))
     for name in ("__repr__", "__format__"):
         replace(torch.Tensor, name, timed("print of a tensor", clock.SYNC, _INNER_PHASES))
+    replace(torch.cuda, "synchronize", timed("torch.cuda.synchronize", clock.SYNC, _INNER_PHASES))
     inner = frozenset({clock.FORWARD, clock.OPTIMIZER, clock.BACKWARD, clock.DATA, clock.PROBE, clock.SYNC, clock.COPY})
     replace(torch.Tensor, "to", timed("Tensor.to", clock.COPY, inner))
     replace(torch.Tensor, "cuda", timed("Tensor.cuda", clock.COPY, inner))

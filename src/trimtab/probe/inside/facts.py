@@ -17,7 +17,7 @@ from trimtab.probe.inside import calls, hooks, lines, loaders, reading
 from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.remedies import process
 from trimtab.probe.inside.remedies.loaders import BatchReader, generators, same_state
-from trimtab.probe.inside.sites import Place, function_of, short_path, site, text_at
+from trimtab.probe.inside.sites import Place, function_of, is_script_file, site, site_at, text_at
 
 Json = dict[str, Any]
 
@@ -64,6 +64,7 @@ def note_call(module: Any, args: Any, kwargs: Any) -> int:
         modules[id(module)] = known = (len(modules), module)
         if "require_backward_grad_sync" in module.__dict__:
             parallel.append(module)
+            attempt(module._set_ddp_runtime_logging_sample_rate, 1)
     key = known[0], module.training
     _seen_calls[key] = seen = _seen_calls.get(key, 0) + 1
     if seen < 4 or seen % 16 == 0:
@@ -190,7 +191,7 @@ def stacks() -> list[list[str]]:
 
 def collect(since: float) -> Json:
     """Facts about all objects of the run; ``since`` is the ``time.time()`` at the end of the warm-up."""
-    threads = process.threads()
+    threads, utils = process.threads(), sys.modules.get("torch._dynamo.utils")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
         "threads": threads,
@@ -200,10 +201,12 @@ def collect(since: float) -> Json:
         "optimizers": [_optimizer(entry) for entry in hooks.optimizers],
         "loaders": [_loader(entry) for entry in loaders.loaders],
         "device": device(),
+        "gpu_memory": gpu_memory(),
         "distributed": _distributed(),
         "called": {name: calls.flags[name] for name in ("torch.set_num_threads",) if name in calls.flags},
-        "recompiles": _recompiles(),
-        "compilations": _compilations(utils, since) if (utils := sys.modules.get("torch._dynamo.utils")) else [],
+        "graph_breaks": _graph_breaks(),
+        "compile_s": float(sum(sum(times) for times in utils.compilation_time_metrics.values())) if utils else 0.0,
+        "compilations": _compilations(utils, since) if utils else [],
     }
     return found
 
@@ -211,6 +214,16 @@ def collect(since: float) -> Json:
 def device() -> str:
     """Device type of the first parameter."""
     return next((str(p.device.type) for _, m in modules.values() for p in m.parameters()), "cpu")
+
+
+def gpu_memory() -> Json:
+    """MB (10**6 bytes) that torch's allocator has reserved on the current GPU, and the most that tensors had of them."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {
+        "reserved_mb": torch.cuda.max_memory_reserved() / 1e6,
+        "allocated_mb": torch.cuda.max_memory_allocated() / 1e6,
+    }
 
 
 def _module(number: int, module: Any) -> Json:
@@ -356,20 +369,32 @@ def ranks() -> int:
 
 
 def _distributed() -> Json | None:
-    distributed: Any = torch.distributed
-    if not ranks():
-        return None
     names = [type(module).__name__ for _, module in modules.values()]
     kind = "ddp" if "DistributedDataParallel" in names else "data_parallel" if "DataParallel" in names else "none"
     kind = "fsdp" if any(name.startswith(("FullySharded", "FSDP")) for name in names) else kind
     wrapped = [module for _, module in modules.values() if type(module).__name__ == "DistributedDataParallel"]
+    distributed: Any = torch.distributed
+    if not ranks() and kind == "none":
+        return None
     return {
-        "ranks": distributed.get_world_size(),
-        "rank": distributed.get_rank(),
+        "ranks": max(1, ranks()),
+        "rank": distributed.get_rank() if ranks() else 0,
         "kind": kind,
         "find_unused": any(bool(module.find_unused_parameters) for module in wrapped),
         "unused_found": any(p.requires_grad and p.grad is None for module in wrapped for p in module.parameters()),
+        "waits_ms": _waits_ms(wrapped),
     }
+
+
+def _waits_ms(wrapped: list[Any]) -> float | None:
+    """Mean ms per backward pass in which ``DistributedDataParallel`` only waits, as its own timers have them."""
+    found = []
+    for module in wrapped:
+        data, _ = attempt(module._get_ddp_logging_data)
+        spent, hidden = (data or {}).get("avg_backward_comm_time"), (data or {}).get("avg_backward_compute_comm_overlap_time")
+        if spent is not None and hidden is not None:
+            found.append(max(0, spent - hidden) / 1e6)
+    return sum(found) if found else None
 
 
 def _compilations(utils: Any, since: float) -> list[Json]:
@@ -379,9 +404,8 @@ def _compilations(utils: Any, since: float) -> list[Json]:
         started = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
         if started < since or not getattr(each, "co_filename", None):
             continue
-        entry = found.setdefault(
-            f"{short_path(each.co_filename)}:{each.co_firstlineno}", {"recompiles": 0, "reason": "", "seconds": 0.0}
-        )
+        where = site_at(each.co_filename, each.co_firstlineno)
+        entry = found.setdefault(where, {"recompiles": 0, "reason": "", "seconds": 0.0})
         entry["recompiles"] += 1
         entry["reason"] = getattr(each, "recompile_reason", None) or entry["reason"]
         entry["seconds"] += getattr(each, "entire_frame_compile_time_s", None) or 0.0
@@ -394,9 +418,12 @@ def forbids_dispatch_mode() -> bool:
     return bool(ranks() or (utils is not None and utils.counters.get("frames")))
 
 
-def _recompiles() -> list[Json]:
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    if utils is None or not utils.counters.get("frames"):
-        return []
-    breaks = {str(reason): int(count) for reason, count in utils.counters.get("graph_break", {}).items()}
-    return [{"breaks": breaks, "seconds": float(sum(sum(times) for times in utils.compilation_time_metrics.values()))}]
+def _graph_breaks() -> list[Json]:
+    """The lines at which compiled functions break into graphs, with the first reason at each."""
+    graphs: Any = sys.modules.get("torch._dynamo.output_graph")
+    found: dict[str, Json] = {}
+    for each in getattr(graphs, "graph_break_reasons", ()):
+        frames = [frame for frame in each.user_stack if is_script_file(frame.filename)] or list(each.user_stack)
+        where = site_at(frames[-1].filename, frames[-1].lineno) if frames else ""
+        found.setdefault(where, {"site": where, "reason": str(each.reason)})
+    return list(found.values())

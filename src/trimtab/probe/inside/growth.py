@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import linecache
+import re
 from collections import deque
 from types import FrameType
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside import clock
-from trimtab.probe.inside.sites import place_of, running, site
+from trimtab.probe.inside.sites import place_of, running, site, text_at
 
-found: dict[str, str] = {}
-"""``site``: the line that makes the object grow; ``name``: its variable."""
+found: dict[str, Any] = {}
+"""``site``: the line that makes the object grow; ``name``: its variable; ``graphs``: other names in that line that are tensors
+with a graph."""
 _lengths: dict[int, int] = {}
 _depths: dict[str, int] = {}
 _first = 0
@@ -77,8 +79,18 @@ def _compare(steps: int) -> None:
         held = id(value) in grown and _holds_memory(value)
         if deeper or held:
             line = _changing_line(frame, name)
-            found.update(name=name, site=site(place_of(frame.f_code, line)) if line else "")
+            found.update(name=name, site="", graphs=[])
+            if line:
+                place = place_of(frame.f_code, line)
+                found.update(site=site(place), graphs=_graphs(text_at(place), frame, name))
             return
+
+
+def _graphs(text: str, frame: FrameType, name: str) -> list[str]:
+    """The names in the line ``text`` other than ``name`` that are tensors with a graph."""
+    known = {**frame.f_globals, **frame.f_locals}
+    names = dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text))
+    return [each for each in names if each != name and _is_graph(known.get(each))]
 
 
 def _holds_memory(value: Any) -> bool:

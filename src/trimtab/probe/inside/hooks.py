@@ -201,6 +201,8 @@ def watch_gradients() -> None:
                 ns = clock.leave()
                 owner = _by_id.get(id(self))
                 clock.add(("zero", owner.number if owner else -1, filled), ns)
+                if filled:
+                    clock.add(("call", "zero_grad", caller(sys._getframe(1))), ns)
 
         return zero_grad
 

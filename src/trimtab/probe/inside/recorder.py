@@ -37,7 +37,7 @@ from trimtab.probe.inside.boundary import attempt
 from trimtab.probe.inside.ending import end_process
 from trimtab.probe.inside.facts import batch_facts, first_tensors
 from trimtab.probe.inside.plan import PLAN, process_age_s, rank, write_out
-from trimtab.probe.inside.sites import caller, site, texts
+from trimtab.probe.inside.sites import caller, counters, site, sources, texts
 from trimtab.probe.inside.steps import Key
 
 WARM_UP = 6
@@ -292,7 +292,9 @@ def _write(finished: bool, name: str = "log") -> None:
             "runs": {site(place): count for place, count in line_counts.found.items()},
             "sites": [[name, shape, site(place), n] for (name, shape, place), n in line_counts.operators.items()],
             "arrivals": _arrivals,
+            "sources": sources(),
             **facts.collect(_warm_s),
             "texts": texts(),
+            "counters": counters(),
         },
     )

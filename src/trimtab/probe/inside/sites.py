@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import os
 import sys
@@ -66,6 +67,11 @@ def _kind_of(name: str) -> int:
     return _NEITHER if name.startswith(_PROBE) or "/torch/" in name else _LIBRARY
 
 
+def is_script_file(path: str) -> bool:
+    """Whether the file ``path`` belongs to the script."""
+    return _kind_of(path) == _SCRIPT
+
+
 def place_of(code: CodeType, line: int) -> Place:
     """The :class:`Place` of a line, always the same object."""
     key = id(code), line
@@ -123,10 +129,13 @@ def running() -> list[FrameType]:
 
 def site(place: Place | None) -> str:
     """The site, such as ``train.py:35``; relative to the script's folder if it is in there; empty for ``None``."""
-    if place is None:
-        return ""
-    name = f"{short_path(place.code.co_filename)}:{place.line}"
-    _files[name] = place.code.co_filename, place.line
+    return "" if place is None else site_at(place.code.co_filename, place.line)
+
+
+def site_at(path: str, line: int) -> str:
+    """The site of a line of the file ``path``."""
+    name = f"{short_path(path)}:{line}"
+    _files[name] = path, line
     return name
 
 
@@ -136,10 +145,54 @@ def short_path(path: str) -> str:
     return next((path[len(folder) :] for folder in (FOLDER, *_LIBRARIES) if path.startswith(folder)), path)
 
 
+def sources() -> list[str]:
+    """The script's own files among those that this process has imported, as :func:`short_path` names them."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    paths = {path for path in files if isinstance(path, str) and path.endswith(".py") and os.path.isabs(path)}
+    own = {path for path in paths if is_script_file(path)}
+    return sorted(map(short_path, own))
+
+
 def texts() -> dict[str, str]:
     """Site -> text of the line with its indentation, for every site that :func:`site` returned."""
     found = {name: linecache.getline(file, number).rstrip("\n") for name, (file, number) in _files.items()}
     return {name: text for name, text in found.items() if text}
+
+
+def counters() -> dict[str, str]:
+    """Site -> variable that counts the innermost loop around the line, for lines in loops over ``range`` or ``enumerate``."""
+    loops: dict[str, list[tuple[int, int, str | None]]] = {}
+    found = {}
+    for name, (file, line) in _files.items():
+        if file not in loops:
+            loops[file] = _loops("".join(linecache.getlines(file)))
+        around = [loop for loop in loops[file] if loop[0] < line <= loop[1]]
+        counter = max(around)[2] if around else None
+        if counter is not None:
+            found[name] = counter
+    return found
+
+
+def _loops(text: str) -> list[tuple[int, int, str | None]]:
+    """First and last line of each loop, and the variable that counts it."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return []
+    return [
+        (node.lineno, node.end_lineno or node.lineno, _counter(node)) for node in nodes if isinstance(node, ast.For | ast.While)
+    ]
+
+
+def _counter(loop: ast.For | ast.While) -> str | None:
+    if isinstance(loop, ast.While) or not isinstance(loop.iter, ast.Call):
+        return None
+    over, target = ast.unparse(loop.iter.func), loop.target
+    if over == "enumerate" and isinstance(target, ast.Tuple):
+        target = target.elts[0]
+    elif over not in ("range", "trange"):
+        return None
+    return target.id if isinstance(target, ast.Name) else None
 
 
 def here() -> str:
