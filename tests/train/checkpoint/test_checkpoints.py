@@ -166,6 +166,19 @@ def test_the_best_checkpoints_stay_and_their_weights_come_back_without_a_run(ema
         line(checkpoint=tmp_path / "new", keep_best=2).fit(loader(), epochs=1)
 
 
+def test_the_best_of_the_validations_within_epochs_stay(tmp_path: pathlib.Path) -> None:
+    """Of those after 5, 10, 15, 20 and 24 updates the third and the fourth are the best."""
+    metric, validated = Rising(), []
+    watching = EarlyStopping(metric="rising", mode="max", patience=9, restore_best=False)
+    made = line(
+        checkpoint=tmp_path, validate_every=5, keep_last=1, keep_best=2, early_stopping=watching,
+        metrics={"rising": metric}, callbacks=[_keeping(validated)],
+    )  # fmt: skip
+    made.fit(loader(), loader(), epochs=3)
+    assert sorted(place.name for place in tmp_path.glob("update-*")) == [f"update-{update:08d}" for update in (15, 20, 24)]
+    assert torch.equal(weights(tmp_path)["layer.weight"], validated[2]["layer.weight"])
+
+
 def _keeping(found: list[dict[str, torch.Tensor]]) -> Any:
     """A callback that copies the weights of each validation."""
 

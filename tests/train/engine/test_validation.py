@@ -16,6 +16,7 @@ from _runs import DATA, EPOCH, LOADERS_THAT_END, Drawing, Line, loader, trainer
 from trimtab import Trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train.checkpoint.checkpoints import Checkpoints
+from trimtab.train.checkpoint.weights import weights
 from trimtab.train.early_stopping import EarlyStopping
 from trimtab.train.telemetry.events import EpochEnded, Event, Validated
 
@@ -420,6 +421,33 @@ def test_a_run_validates_every_so_many_updates_and_resumes(tmp_path: pathlib.Pat
     assert "Nothing will be validated: the run has 7 updates to come, and its epoch ends after 8." in "".join(notes)
     notes = trainer().fit(Endless(), loader(), steps=2).notes
     assert "validates after each epoch, and nothing tells how long an epoch of the loader is" in "".join(notes)
+
+
+def test_the_last_validation_is_in_the_checkpoint(tmp_path: pathlib.Path) -> None:
+    """The epoch ends with update 24, whose checkpoint was written before the validation that is the last and the best."""
+
+    def made() -> Trainer:
+        return trainer(validate_every=5, early_stopping=EarlyStopping(patience=9), schedule=plateau, checkpoint=tmp_path)
+
+    run = made()
+    summary = run.fit(loader(), loader(), epochs=3)
+    assert summary.best == summary.metrics["loss"]
+    for found in (weights(tmp_path), made().load_best().model.state_dict()):
+        torch.testing.assert_close(found, run.model.state_dict(), rtol=0, atol=0)
+    assert made().resume().position == run.position
+
+    failed = trainer(validate_every=5, metrics={"mine": failing}, checkpoint=tmp_path / "failed")
+    with pytest.raises(WorkloadError, match="metric"):
+        failed.fit(loader(), loader(), steps=4)
+    assert Checkpoints(tmp_path / "failed").update() == 4
+
+
+def test_early_stopping_ends_a_run_that_validates_within_epochs() -> None:
+    made = trainer(validate_every=5, early_stopping=EarlyStopping(patience=2, min_delta=1e9))
+    found = validations(made)
+    summary = made.fit(loader(), loader(), epochs=9)
+    assert summary.ended == "The validation's loss did not improve 2 times in a row."
+    assert ([update for update, _ in found], summary.updates, summary.restored) == ([5, 10, 15], 15, "loss")
 
 
 class Endless:

@@ -51,7 +51,7 @@ def updates(
     step.check()
     meter.report()
     if validation_policy.last(context) and not context.world.any(context.ending):
-        _validate_in_epoch(context, ready, meter, held_out)
+        _validate_last(context, ready, meter, held_out)
     return _finish(context, ready, meter, epochs, steps)
 
 
@@ -133,6 +133,18 @@ def _validate_in_epoch(context: RunContext, ready: setup.Ready, meter: Meter, he
     with meter.paused(), epoch.keep_random(context, ready.feed):
         _validate(context, held_out, ready)
     checkpoint_policy.keep_best(context, ready)
+
+
+def _validate_last(context: RunContext, ready: setup.Ready, meter: Meter, held_out: Iterable[Batch] | None) -> None:
+    """Validate after the last update; a checkpoint then has what was found, or if the validation fails only the update."""
+    try:
+        _validate_in_epoch(context, ready, meter, held_out)
+    except Exception as error:
+        if context.world.known_to_all(error):
+            checkpoint_policy.save(context, ready)
+        raise
+    if not validation_policy.last(context) and context.fit.saved_best != context.position.update:
+        checkpoint_policy.save(context, ready)
 
 
 def _validate(context: RunContext, held_out: Iterable[Batch] | None, ready: setup.Ready) -> None:
