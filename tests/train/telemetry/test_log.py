@@ -7,6 +7,7 @@ import os
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from _ranks import on_ranks
 from _runs import Drawing, Line, loader, settings_of, trainer
 from trimtab.errors import UsageError, WorkloadError
 from trimtab.train import log
-from trimtab.train.telemetry.events import EpochEnded, EpochStarted, Event, Progressed, Validated
+from trimtab.train.telemetry.events import EpochEnded, EpochStarted, Event, Progressed, Validated, figures_of
 from trimtab.train.telemetry.log import Log
 from trimtab.train.telemetry.loggers import CsvLines, MLflow, WandB
 
@@ -103,6 +104,20 @@ def test_figures_from_anywhere_reach_the_events_and_the_loggers(tmp_path: pathli
     for _ in range(300):
         sums.add("ones", torch.ones((), dtype=torch.bfloat16))  # whose sum ends at 256 in 16 bits
     assert sums.take() == {"ones": (300.0, 300)}
+
+
+def test_every_window_of_updates_has_a_p95_for_loggers() -> None:
+    """By default there are 50 updates in a window; the last one has six."""
+    windows: list[Progressed] = []
+    run = trainer(callbacks=[lambda _, event: windows.append(event) if isinstance(event, Progressed) else None])
+    losses = [float(update.loss) for update in run.updates(loader(), epochs=7)]
+    first, last = windows
+    assert first.loss_p95 == pytest.approx(np.quantile(losses[:50], 0.95))
+    figures = figures_of(first)
+    assert (figures["train/loss_p95"], figures["train/loss_spread"]) == (first.loss_p95, first.loss_spread)
+    assert figures["speed/p95_ms"] == first.p95_ms
+    assert (last.update, last.loss_p95) == (56, None)
+    assert "train/loss_p95" not in figures_of(last)
 
 
 def hooked(accumulate: int, folder: pathlib.Path | None = None, epochs: int = 2) -> dict[str, Any]:

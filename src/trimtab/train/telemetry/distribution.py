@@ -10,11 +10,14 @@ import numpy as np
 import torch
 
 from trimtab.measure.memory import rss_mb
-from trimtab.measure.stats import percentile
+from trimtab.measure.quantiles import quantile_of
+
+LEAST = 20
+"""Fewest samples for a p95: one of them lies above it."""
 
 
 class Distribution(NamedTuple):
-    """Statistics of samples. A value is ``None`` if there are too few samples for it: p95 takes 59."""
+    """Statistics of samples. A value is ``None`` if there are too few samples for it: p95 takes :data:`LEAST`."""
 
     median: float | None
     spread: float | None
@@ -30,7 +33,7 @@ class Distribution(NamedTuple):
         centered = finite - finite.mean()
         spread = math.sqrt(centered @ centered / (count - 1)) if count > 1 else None
         median = float(finite[(count - 1) // 2] + finite[count // 2]) / 2
-        return cls(median, spread, percentile(finite.tolist(), 0.95))
+        return cls(median, spread, quantile_of(finite.tolist(), 0.95) if count >= LEAST else None)
 
 
 def of_updates(seconds: Sequence[float], losses: Sequence[float]) -> dict[str, float | None]:

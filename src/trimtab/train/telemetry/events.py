@@ -52,11 +52,11 @@ class Progressed(Event):
     spread_ms: float | None = None
     """Standard deviation of an update's milliseconds."""
     p95_ms: float | None = None
-    """95th percentile of an update's milliseconds; ``None`` for fewer than 59 updates."""
+    """95th percentile of the milliseconds of these updates; ``None`` for fewer than 20."""
     loss_spread: float | None = None
     """Standard deviation of the loss over these updates."""
     loss_p95: float | None = None
-    """95th percentile of the loss over these updates; ``None`` for fewer than 59."""
+    """95th percentile of the loss over these updates; ``None`` for fewer than 20."""
     resident_mb: float | None = None
     """Resident memory of the process now, in MB (10**6 bytes)."""
     allocated_mb: float | None = None
@@ -169,6 +169,7 @@ class JsonLines:
             ) from error
 
 
+_LOSS = ("loss_spread", "loss_p95")
 _TIMES = ("median_ms", "spread_ms", "p95_ms")
 _MEMORY = ("resident_mb", "allocated_mb", "reserved_mb")
 
@@ -196,8 +197,8 @@ def figures_of(event: Event) -> dict[str, float]:
         figures |= {f"train/rates/{name}": value for name, value in event.rates.items()}
         figures |= {f"train/{name}": value for name, value in event.logged.items()}
         figures |= {"speed/examples_per_s": event.examples_per_s}
-        figures |= {f"speed/{name}": value for name in _TIMES if (value := getattr(event, name)) is not None}
-        figures |= {f"memory/{name}": value for name in _MEMORY if (value := getattr(event, name)) is not None}
+        for room, names in (("train", _LOSS), ("speed", _TIMES), ("memory", _MEMORY)):
+            figures |= {f"{room}/{name}": value for name in names if (value := getattr(event, name)) is not None}
         return figures | {f"time/{phase}": share for phase, share in event.shares.items()}
     if isinstance(event, Validated):
         return {f"validate/{name}": value for name, value in {**event.logged, **event.metrics}.items()}

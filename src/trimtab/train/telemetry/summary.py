@@ -44,11 +44,11 @@ class Summary:
     spread_ms: float | None = None
     """Standard deviation of an update's milliseconds."""
     p95_ms: float | None = None
-    """95th percentile of an update's milliseconds; ``None`` for fewer than 59 updates."""
+    """95th percentile of an update's milliseconds; ``None`` for fewer than 20 updates."""
     loss_spread: float | None = None
     """Standard deviation of the loss over the last updates that were logged."""
     loss_p95: float | None = None
-    """95th percentile of the loss over the last updates that were logged; ``None`` for fewer than 59."""
+    """95th percentile of the loss over the last updates that were logged; ``None`` for fewer than 20."""
     resident_mb: float | None = None
     """Resident memory of the process at the end, in MB (10**6 bytes)."""
     allocated_mb: float | None = None
