@@ -115,12 +115,17 @@ def find_batch(
         seconds: no new round of timing begins after this time.
 
     Raises:
-        UsageError: a limit is not above zero, or not even one example keeps it.
+        UsageError: a limit is not above zero, not even one example keeps it, or the loss makes its own steps.
         WorkloadError: the loader gives nothing, or batches that cannot be split or joined.
     """
     for name, value in (("largest", largest), ("limit_mb", limit_mb), ("seconds", seconds)):
         positive(1 if value is None else value, f"find_batch {name}")
     context = trainer.context
+    if context.objective.manual:
+        raise UsageError(
+            "find_batch times updates of one backward pass and one step, and loss is a function that makes its own. Try "
+            "several batch sizes in short runs, and compare their speeds: fit(train, steps=100).examples_per_s."
+        )
     drawn, load_s = _read_batches(batches, largest)
     own, world = sum(examples(batch) for batch in drawn), context.world
     count, load_s = min(world.gathered(own)), world.average(load_s / own)  # seconds per example; processes try the same sizes

@@ -119,7 +119,7 @@ def find_lr(
         updates: how many updates the sweep has.
 
     Raises:
-        UsageError: a number makes no sense, the training runs in several processes, or it cannot be copied.
+        UsageError: a number makes no sense, the training runs in several processes, cannot be copied, or makes its own steps.
         WorkloadError: the model, the loss or the loader failed, or the loss never fell.
     """
     check_loader(batches, "find_lr")
@@ -130,6 +130,11 @@ def find_lr(
             f"find_lr goes from {lowest:g} to {highest:g} in {updates} updates; give at least 10, and a higher end."
         )
     context = trainer.context
+    if context.objective.manual:
+        raise UsageError(
+            "find_lr makes one backward pass and one step per update, and loss is a function that makes its own. Try several "
+            "learning rates in short runs, and compare their losses: fit(train, steps=100).loss."
+        )
     if context.world.processes > 1 or why_no_copy(context):
         raise UsageError(
             "find_lr trains a copy in one process. Call it in a script of its own, and give the rate that it finds."
