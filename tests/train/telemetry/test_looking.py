@@ -13,7 +13,7 @@ from torch import nn
 
 from _runs import loader, trainer
 from trimtab.errors import UsageError, WorkloadError
-from trimtab.train import find_lr, model_summary
+from trimtab.train import find_batch, find_lr, model_summary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,6 +38,14 @@ def test_a_learning_rate_is_found_on_a_copy(tmp_path: pathlib.Path) -> None:
     torch.testing.assert_close(made.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
     with pytest.raises(UsageError, match="find_lr goes from 1 to 0.1 in 60 updates; give at least 10, and a higher end"):
         find_lr(made, data, lowest=1, highest=0.1, updates=60)
+
+
+def test_searches_refuse_a_loss_that_makes_its_own_steps() -> None:
+    made = trainer(loss=lambda run, batch: run.backward(run.model(batch[0]).mean()))
+    with pytest.raises(UsageError, match=r"find_lr makes one backward pass .* makes its own\. Try several learning rates"):
+        find_lr(made, loader())
+    with pytest.raises(UsageError, match=r"find_batch times updates of .* makes its own\. Try several batch sizes"):
+        find_batch(made, loader())
 
 
 class Shared(nn.Module):
@@ -84,3 +92,10 @@ def test_progress_in_a_notebook_changes_in_place(monkeypatch: pytest.MonkeyPatch
     trainer(log_every=1).fit(loader(), loader(), epochs=2)
     assert "epoch 2, update 16: validation loss" in pages[-1]
     assert "update 16 of 16" in pages[-1]
+
+    pages.clear()
+    trainer(log_every=1, validate_every=5).fit(loader(), loader(), epochs=2)
+    lines = [line for line in pages[-1].splitlines() if "validation" in line]
+    assert [line.partition(":")[0].removeprefix("<pre>") for line in lines] == [
+        "epoch 1, update 5", "epoch 2, update 10", "epoch 2, update 15", "epoch 2, update 16",
+    ]  # fmt: skip

@@ -61,14 +61,20 @@ class View:
             if not self.console.is_terminal and time.monotonic() - self._printed_at >= LINE_S:
                 self._printed_at = time.monotonic()
                 self.console.print(self.line(), soft_wrap=True)
-        elif text := line_of(event):
+        elif text := line_of(event, self.epoch):
             self.console.print(text, soft_wrap=True, markup=False)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last update, counted from 1."""
+        position = self.context.position
+        return max(position.epoch + bool(position.batch), 1)
 
     def line(self) -> Text:
         """The line of progress: epoch, update, loss, speed, time left and phases."""
         position, last, updates = self.context.position, self._last, self.context.fit.planned
         of = "" if updates is None else f" of {updates:,}"
-        parts = [_epoch(position.epoch + 1, self.context.fit.epochs), f"update {position.update:,}{of}"]
+        parts = [_epoch(self.epoch, self.context.fit.epochs), f"update {position.update:,}{of}"]
         if last is not None:
             parts += [f"loss {last.loss:.4g}", f"{last.examples_per_s:,.0f} examples/s"]
             if (left := self._left()) is not None:
@@ -100,7 +106,7 @@ class NotebookView(View):
             if self._last is None:
                 self._first, self._since = event.update, time.monotonic()
             self._last = event
-        elif text := line_of(event):
+        elif text := line_of(event, self.epoch):
             self._lines.append(text)
         if isinstance(event, Ended) or time.monotonic() - self._printed_at >= 1 / REFRESHES:
             self._printed_at = time.monotonic()
@@ -125,11 +131,11 @@ def _epoch(now: int, epochs: int | None) -> str:
     return f"epoch {now}" if epochs is None else f"epoch {min(now, epochs)} of {epochs}"
 
 
-def line_of(event: Event) -> str | None:
-    """``event`` as a line of text; ``None`` if it has no line."""
+def line_of(event: Event, epoch: int) -> str | None:
+    """``event``, in ``epoch`` (counted from 1), as a line of text; ``None`` if it has no line."""
     if isinstance(event, Validated):
         figures = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
-        return f"epoch {event.epoch}, update {event.update:,}: validation {figures}{' (best so far)' if event.best else ''}"
+        return f"epoch {epoch}, update {event.update:,}: validation {figures}{' (best so far)' if event.best else ''}"
     if isinstance(event, Remarked):
         return f"note: {event.text}"
     return None  # an adjustment has a remark of its own, and the caller has the summary
