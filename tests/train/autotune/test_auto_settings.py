@@ -152,6 +152,19 @@ def test_what_pays_is_on_with_its_figures() -> None:
     assert 1 <= low <= value <= high
 
 
+def test_the_implementation_of_several_optimizers_is_decided_for_all() -> None:
+    adam = torch.optim.AdamW
+    settings = Settings(threads=1, optimizer=OptimizerSettings(implementation="auto"))
+    made, summary = brief(deep(), settings, batches(8), optimizer={"0": adam, "1": adam})
+    assert "OptimizerDict" not in "".join(summary.notes)
+    winner = summary.settings.optimizer.implementation
+    for group in made.optimizer.param_groups:
+        assert [name for name in ("foreach", "fused") if group[name]] == ([] if winner is None else [winner])
+    sides = {"0": adam, "1": torch.optim.Rprop}
+    _, summary = brief(deep(), settings, batches(8), optimizer=sides)
+    assert note(summary, "optimizer.implementation='fused'").endswith("is off: Rprop has no fused implementation.")
+
+
 def test_bfloat16_is_declined_by_measurement_where_it_is_emulated() -> None:
     if any("bf16" in name for name in Environment.capture().isa) or torch.cuda.is_available():
         pytest.skip("this machine multiplies bfloat16")
@@ -411,10 +424,10 @@ def test_a_live_line_in_a_terminal() -> None:
     with progress.shown(made.context, None, Console(file=file, force_terminal=True, width=200)):
         made.position.update = 4
         made.context.emit(figures(4))
-        made.context.fit.epochs, made.position.epoch = 5, 4
+        made.context.fit.epochs, made.position.epoch, made.position.batch = 5, 4, 1
         view = made.context.watchers[0]
         assert str(view.line()).startswith("epoch 5 of 5 · ")  # type: ignore[attr-defined]
-        made.position.epoch = 5  # complete, as a run that is resumed after its last epoch
+        made.position.epoch, made.position.batch = 5, 0  # complete, as a run that is resumed after its last epoch
         assert str(view.line()).startswith("epoch 5 of 5 · ")  # type: ignore[attr-defined]
     assert "epoch 5 of 5 · update 4 of 6 · loss 0.5 · 8 examples/s · forward 60%, backward 35%" in file.getvalue()
 

@@ -74,6 +74,10 @@ class OptimizerDict(Optimizer):
         for name, each in self.optimizers.items():
             each.load_state_dict(state_dict["optimizers"][name])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets; torch's has the groups and the state, which belong to the optimizers."""
+        return {"defaults": self.defaults, "optimizers": self.optimizers, "_made": True}
+
     def __getitem__(self, name: str) -> Optimizer:
         return self.optimizers[name]
 
