@@ -92,6 +92,13 @@ def test_what_the_parts_do_not_do_is_said() -> None:
         parts(settings=Settings(precision=PrecisionSettings(autocast="auto")))
     with pytest.raises(UsageError, match=r"Settings have compile, data\.micro_batch, which only Trainer does"):
         parts(settings=Settings(compile="auto", data=DataSettings(micro_batch="auto")))
+    asked = settings_of(threads=1, cudnn_benchmark=True, adjust=True, tf32=True, scale_lr="sqrt", nonfinite="stop")
+    told = "threads, cudnn_benchmark, adjust, precision.tf32, optimizer.scale_lr, optimizer.nonfinite"
+    with pytest.raises(UsageError, match=f"Settings have {told}, which only Trainer does"):
+        parts(settings=asked)
+    with pytest.raises(UsageError, match="Rprop has no fused implementation"):
+        Parts(Line(), torch.optim.Rprop, settings=settings_of(implementation="fused"))
+    assert parts(settings=settings_of(implementation="foreach")).optimizer.param_groups[0]["foreach"] is True
     with pytest.raises(UsageError, match="Parts has no folder for checkpoints"):
         parts().save()
     run = parts(settings=Settings())

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trimtab._internal.validation import checked_call
 from trimtab.core.settings import Settings
 from trimtab.errors import UsageError
-from trimtab.train.autotune.auto_settings import undecided
+from trimtab.hardware.system import keep_freed_memory
 from trimtab.train.checkpoint.checkpoints import Checkpoints
 from trimtab.train.data.micro_batches import MicroBatcher, check_loader
 from trimtab.train.distributed.launch import join
@@ -23,11 +23,32 @@ from trimtab.train.engine.gradients import discard
 from trimtab.train.engine.step import MicroBatchLosses, Step, Update
 from trimtab.train.loss.adapter import Batch, LossAdapter, Weight, examples
 from trimtab.train.optim import optimizer_state
+from trimtab.train.optim.kernels import use_kernels
 from trimtab.train.optim.optimizer_dict import needs_closure
 from trimtab.train.runtime.random_generators import generators_of, set_states, states_of
 from trimtab.train.runtime.step_clock import HostClock
-from trimtab.train.runtime.torch_settings import random_state, set_random_state
+from trimtab.train.runtime.torch_settings import allocate, random_state, set_random_state
 from trimtab.train.runtime.world import World
+
+_DONE = (
+    "device",
+    "memory_format",
+    "precision.autocast",
+    "data.micro_batch",
+    "data.accumulate",
+    "data.exact_batchnorm",
+    "data.joined",
+    "memory.keep_freed",
+    "memory.cuda_allocator",
+    "optimizer.implementation",
+    "optimizer.clip_norm",
+    "optimizer.clip_value",
+    "optimizer.nonfinite",
+    "distributed.communication",
+    "distributed.bucket_mb",
+    "distributed.sharding",
+)
+"""The settings that :class:`Parts` follows. Those of threads, TF32 and attention hold until a run ends, which it cannot see."""
 
 
 class Parts(Step):
@@ -51,7 +72,7 @@ class Parts(Step):
     Args:
         model: trained in place; moved to the device of ``settings``.
         optimizer: an optimizer of its parameters, or a function that makes it.
-        settings: device, precision, accumulation, clipping and checks; no value may be ``"auto"``.
+        settings: device, precision, accumulation, clipping and checks; what needs a run is refused, such as ``"auto"``.
         checkpoint: folder for :meth:`save` and :meth:`load`.
         world: the processes, from :func:`~trimtab.train.distributed.launch.join`, which is called by default.
 
@@ -72,17 +93,22 @@ class Parts(Step):
         setup.check_model(model)
         world = world or join(settings)
         self.device = world.device(settings.device)
-        asked = [*undecided(settings), *(["compile"] if settings.compile is True else [])]
-        asked += ["data.micro_batch"] if settings.data.micro_batch == "auto" else []
-        asked += ["memory.activation_mb"] if settings.memory.activation_mb is not None else []
+        default = Settings()
+        asked = [name for name in settings.names() if name not in _DONE and settings.value(name) != default.value(name)]
+        asked += [name for name in _DONE if settings.value(name) in ("auto", "stop")]
         asked += ["distributed.sharding"] if world.shared else []
         if asked:
             raise UsageError(f"Settings have {', '.join(asked)}, which only Trainer does. Leave that out, or use Trainer.")
         setup.check_place(model, self.device)
+        allocate(settings)
+        if settings.memory.keep_freed:
+            keep_freed_memory()
         world.place(model, settings)
         made = setup.optimizer_for(model, optimizer, processes=world.processes)
         if needs_closure(made):
             raise UsageError(f"{type(made).__name__} needs a closure. Call its step(closure) yourself, or use Trainer.")
+        if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
+            use_kernels(made, settings.optimizer.implementation)
         super().__init__(
             world.wrap(model, settings, fresh=True), LossAdapter(_no_loss), made, settings, world, HostClock(), norm_every=1
         )
