@@ -275,6 +275,93 @@ def test_lbfgs_by_its_closure(tmp_path: pathlib.Path) -> None:
         Trainer(made(), loss=driving, optimizer=lbfgs, settings=Settings(data=DataSettings(accumulate=2))).fit(halves, epochs=1)
 
 
+def test_a_closure_reports_its_first_loss_and_has_the_hooks_of_a_step() -> None:
+    called: list[str] = []
+    first: list[float] = []
+
+    def driving(run: ManualRun, batch: torch.Tensor) -> None:
+        evaluated: list[float] = []
+
+        def again() -> torch.Tensor:
+            loss = F.mse_loss(run.model(batch), batch.prod(1, keepdim=True))
+            evaluated.append(loss.item())
+            run.backward(loss)
+            return loss
+
+        run.step(closure=again)
+        assert len(evaluated) > 1
+        assert called == ["before_step", *["before_backward", "after_backward"] * len(evaluated), "after_step"]
+        called.clear()
+        first.append(evaluated[0])
+
+    lbfgs = functools.partial(torch.optim.LBFGS, max_iter=3)
+    made = Trainer(nn.Linear(2, 1), loss=driving, optimizer=lbfgs, hooks=hooks_into(called))
+    assert [float(update.loss) for update in made.updates(data(), epochs=2)] == first
+    skipping = Settings(optimizer=OptimizerSettings(nonfinite="skip"))
+    for loss in (nn.MSELoss(), driving):
+        with pytest.raises(UsageError, match="LBFGS changes parameters .* as optimizer.nonfinite='skip' asks. Use 'raise'"):
+            Trainer(nn.Linear(2, 1), loss=loss, optimizer=lbfgs, settings=skipping)
+    made = Trainer(nn.Linear(2, 1), loss=driving, optimizer=torch.optim.Adam, settings=skipping)
+    with pytest.raises(WorkloadError, match="run.step got a closure, which .* as optimizer.nonfinite='skip' asks. Use 'raise'"):
+        made.fit(data(), epochs=1)
+
+
+def hooks_into(called: list[str]) -> dict[str, Any]:
+    """Hooks around a step, each of which adds its name to ``called``."""
+    names = ("before_backward", "after_backward", "before_step", "after_step")
+    return {name: lambda *_, name=name: called.append(name) for name in names}
+
+
+def test_hooks_and_clipping_by_value_in_a_driving_function() -> None:
+    """A hook doubles the gradient of the mean over two batches, before it is clipped."""
+    called: list[str] = []
+
+    def regress(run: ManualRun, batch: torch.Tensor) -> None:
+        run.backward((run.model(batch) - 1).square().mean())
+        run.step()
+
+    def doubled(made: Trainer) -> None:
+        called.append("after_backward")
+        made.model.weight.grad *= 2  # type: ignore[operator, union-attr]
+
+    model = nn.Linear(2, 1)
+    hand = copy.deepcopy(model)
+    Trainer(
+        model,
+        loss=regress,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        settings=Settings(data=DataSettings(accumulate=2), optimizer=OptimizerSettings(clip_value=0.5)),
+        hooks=hooks_into(called) | {"after_backward": doubled},
+    ).fit(data(), epochs=1)
+    assert called == ["before_backward", "before_backward", "after_backward", "before_step", "after_step"] * 3
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
+    for pair in zip(data()[::2], data()[1::2], strict=True):
+        optimizer.zero_grad()
+        (hand(torch.cat(pair)) - 1).square().mean().backward()
+        assert hand.weight.grad is not None
+        hand.weight.grad *= 2
+        nn.utils.clip_grad_value_(hand.parameters(), 0.5)
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), hand.state_dict())
+
+
+def test_the_scale_of_float16_comes_down_if_one_of_several_gradients_overflows() -> None:
+    """The one that did not came last, and the update counted as one that no scale makes finite."""
+
+    def regress(run: ManualRun, batch: torch.Tensor) -> None:
+        for name, outputs, target in (
+            ("critic", run.model.critic(batch), 1e3),  # type: ignore[operator]
+            ("generator", run.model.generator(F.pad(batch, (0, 1))), 0.0),  # type: ignore[operator]
+        ):
+            run.backward((outputs.float() - target).square().mean() * (1 if target else 1e-3), name)
+            run.step(name)
+
+    adam, settings = torch.optim.Adam, Settings(precision=PrecisionSettings(autocast="float16"))
+    made = Trainer(Gan(), loss=regress, optimizer={"critic": adam, "generator": adam}, settings=settings)
+    summary = made.fit(data(), epochs=4)
+    assert 0 < summary.skipped < summary.updates
+
+
 def test_what_is_wrong_is_said() -> None:
     adam = torch.optim.Adam
     with pytest.raises(UsageError, match="optimizer has 'actor', and Gan has no part of that name.*generator, critic"):

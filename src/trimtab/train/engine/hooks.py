@@ -14,7 +14,7 @@ POINTS = {
     "epoch_start": "(trainer), before the first update of each epoch",
     "epoch_end": "(trainer), after the last update of each epoch, before its validation",
     "before_backward": "(trainer, loss), before the backward pass of each micro-batch",
-    "after_backward": "(trainer), once per update: gradients are those of the mean over all its batches, before clipping",
+    "after_backward": "(trainer), once per update, or per run.step of each optimizer: the mean's gradients, before clipping",
     "before_step": "(trainer), before the optimizer's step: gradients are clipped and checked",
     "after_step": "(trainer), after it",
 }

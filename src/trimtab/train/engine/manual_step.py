@@ -141,9 +141,16 @@ class ManualStep(Step):
             raise WorkloadError(
                 f"run.step got a closure, which computes one batch anew, in {what}. Leave that setting out. {PAGE}"
             )
+        if closure is not None and self.settings.optimizer.nonfinite in ("skip", "stop"):
+            raise WorkloadError(
+                f"run.step got a closure, which changes parameters between its evaluations, so that its step cannot be left "
+                f"out, as optimizer.nonfinite={self.settings.optimizer.nonfinite!r} asks. Use 'raise' or 'ignore'. {PAGE}"
+            )
         if not self.last:
             return False
+        self.clock.enter("optimizer")
         made = [self._step_one(name, closure) for name in names]
+        self.clock.enter("forward")
         return all(made)
 
     def stop(self, reason: str) -> None:
@@ -166,7 +173,6 @@ class ManualStep(Step):
     def _step_one(self, name: str, closure: Closure | None) -> bool:
         """The step of the optimizer ``name``."""
         optimizer, parameters = self.optimizers[name], self._parameters_of(name)
-        self.clock.enter("optimizer")
         if name in self._stepped and self._scales_loss:
             raise WorkloadError(
                 f"run.step was called twice for {name!r} in one update, between which float16's loss scale cannot change. Use "
@@ -176,20 +182,21 @@ class ManualStep(Step):
         self.intact = False
         applied = self._without_autocast(self._apply, name, optimizer, parameters, closure)
         discard(parameters)
-        self.clock.enter("forward")
         return applied
 
     def _apply(self, name: str, optimizer: Optimizer, parameters: list[nn.Parameter], closure: Closure | None) -> bool:
         """Finish the gradients and make the step, in ``closure`` if that computes them; returns whether the step was made."""
-        if closure is not None:
-            self._with_closure(optimizer, parameters, closure)
-            return True
-        if not self._finish_gradients(name, parameters):
+        if closure is None and not self._finish_gradients(name, parameters):
             return False
         if self.hooks is not None:
             self.hooks.call("before_step")
         try:
-            self.scaler.step(optimizer) if self._scales_loss else optimizer.step()
+            if closure is not None:
+                self._with_closure(optimizer, parameters, closure)
+            elif self._scales_loss:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
         except BaseException as error:
             UPDATING.explain(error)
             raise
@@ -218,10 +225,8 @@ class ManualStep(Step):
         check, norm = self._clip_and_check(parameters)
         check = 0.0 if check is None else _number(check)
         applied, overflowed = self._may_step(check, optimizer)
-        done = self._result
-        self._result = Update(
-            done.loss, done.check + check, done.norm if norm is None else norm, done.applied and applied, overflowed
-        )
+        done, latest = self._result, self._result.norm if norm is None else norm
+        self._result = Update(done.loss, done.check + check, latest, done.applied and applied, done.overflowed or overflowed)
         return applied
 
     def _may_step(self, check: torch.Tensor | float, optimizer: Optimizer) -> tuple[bool, bool]:
@@ -247,13 +252,14 @@ class ManualStep(Step):
             discard(parameters)
             with torch.enable_grad(), self.precision():
                 loss = closure()
+            if self.hooks is not None:
+                self.hooks.call("after_backward")
             check, _ = self._clip_and_check(parameters)
             if check is not None:
                 self._may_step(_number(check), optimizer)
             return loss.detach()
 
-        with UPDATING:
-            optimizer.step(computed)
+        optimizer.step(computed)
 
     def _without_autocast(self, compute: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """The result of ``compute`` outside of the run's autocast.

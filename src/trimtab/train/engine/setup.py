@@ -34,7 +34,7 @@ from trimtab.train.loss import trainable_loss
 from trimtab.train.loss.adapter import LossAdapter
 from trimtab.train.optim import learning_rates, optimizer_state, schedule_state
 from trimtab.train.optim.kernels import move_state, use_kernels
-from trimtab.train.optim.optimizer_dict import PAGE, OptimizerDict, kind_of, members, needs_closure, parameters_for, plateaus
+from trimtab.train.optim.optimizer_dict import PAGE, OptimizerDict, kind_of, needs_closure, parameters_for, plateaus
 from trimtab.train.run_context import RunContext
 from trimtab.train.runtime import state_dict_versions
 from trimtab.train.runtime.step_clock import Clock, clock_for
@@ -82,8 +82,7 @@ def ready(context: RunContext, train: Iterable[Any]) -> Ready:
     refuse_unsavable_state(context)
     context.note_once(trainable_loss.note(context.optimizer, context.model))
     if settings.optimizer.implementation is not None and settings.optimizer.implementation != "auto":
-        for each in members(context.optimizer):
-            use_kernels(each, settings.optimizer.implementation)
+        use_kernels(context.optimizer, settings.optimizer.implementation)
     made = Ready(feed, step, context.scheduler, clock, move, context.fit.planned)
     if isinstance(made.step, CompiledStep):
         context.watchers.append(CompileWatch(made.step))
@@ -248,6 +247,11 @@ def check_closure(optimizer: Optimizer, settings: Settings) -> None:
         raise UsageError(
             f"{name} computes the loss several times per update, between which float16's loss scale cannot be checked. Use "
             f"precision.autocast='bfloat16' or leave it out. {PAGE}"
+        )
+    if (asked := settings.optimizer.nonfinite) in ("skip", "stop"):
+        raise UsageError(
+            f"{name} changes parameters between its evaluations of the loss, so that its step cannot be left out, as "
+            f"optimizer.nonfinite={asked!r} asks. Use 'raise' or 'ignore'. {PAGE}"
         )
 
 

@@ -36,8 +36,8 @@ class ManualRun:
     """The first argument of ``loss=step``, if that is ``def step(run, batch)``: backward passes and steps are its own.
 
     The function is called with each batch. It returns the loss to report, as a scalar tensor or ``(mean, weight)``; or nothing,
-    for the sum of the losses that it has given to :meth:`backward`. In a validation it is called too, without gradients:
-    :meth:`backward` only notes the loss, and :meth:`step` does nothing.
+    for the sum of the losses that it has given to :meth:`backward`; a closure counts with its first evaluation. In a validation
+    the function is called too, without gradients: :meth:`backward` only notes the loss, and :meth:`step` does nothing.
     """
 
     def __init__(self, model: nn.Module, optimizers: dict[str, Optimizer], engine: Engine | None = None) -> None:
@@ -104,9 +104,11 @@ class ManualRun:
 
         Raises:
             NonFiniteError: a gradient is not finite, and the settings make that an error.
-            WorkloadError: the optimizer raised, there is no such optimizer, or a closure meets an accumulated update.
+            WorkloadError: the optimizer raised, there is no such optimizer, or a closure meets settings that rule it out.
         """
         names = self._names(optimizer)
+        if closure is not None:
+            closure = self._reported_once(closure)
         if self._engine is not None:
             return self._engine.step(names, closure)
         if closure is not None:
@@ -129,6 +131,20 @@ class ManualRun:
                 "report. Return one."
             )
         return functools.reduce(torch.add, losses)  # stacking them first takes twice as long for two
+
+    def _reported_once(self, closure: Closure) -> Closure:
+        """``closure``, of whose losses only those of the first evaluation are reported."""
+        evaluated = False
+
+        def computed() -> torch.Tensor:
+            nonlocal evaluated
+            before, loss = len(self._losses), closure()
+            if evaluated:
+                del self._losses[before:]
+            evaluated = True
+            return loss
+
+        return computed
 
     def _names(self, optimizer: str | Optimizer | None) -> list[str]:
         if optimizer is None:
