@@ -36,8 +36,9 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
             if grad.is_sparse:
-                grad = parameter.grad = grad.coalesce()  # each row once
-            found.append(grad._values() if grad.is_sparse else grad)
+                parameter.grad = grad.coalesce()  # each row once
+                grad = parameter.grad._values()
+            found.append(grad)
     return found
 
 
