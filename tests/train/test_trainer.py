@@ -617,9 +617,14 @@ def test_shorter_runs_and_predictions(tmp_path: pathlib.Path) -> None:
     tried = trainer(checkpoint=tmp_path / "none")
     tried.fit(data, data, steps=100, fast_dev_run=True)
     assert tried.position.update == 1
+    several = trainer().fit(data, data, epochs=9, fast_dev_run=3)
+    assert several.updates == 3
+    assert several.notes == ("fast_dev_run: 3 updates at most, and 3 batches of the validation. No checkpoint is written.",)
     assert not (tmp_path / "none").exists()
     ended = trainer().fit(data, epochs=1000, max_time=1e-9)
     assert (ended.updates, ended.ended) == (1, "Its time is over: max_time is 1e-09 s.")
+    assert trainer().fit(data, epochs=1000, max_time="1us").ended == "Its time is over: max_time is 1us."
+    assert trainer().fit(data, epochs=1, max_time="2h").ended == "1 epoch is done."
     for options, said in (
         ({"limit_train": 1.5}, "limit_train is 1.5; it is a number of batches, such as 100, or a share"),
         ({"fast_dev_run": "yes"}, "fast_dev_run is 'yes'; it can be True, or a number of updates"),
