@@ -39,4 +39,6 @@ class Work:
 
 if __name__ == "__main__":
     mode = sys.argv[3] if len(sys.argv) > 3 else "works"
-    serve(LocalRunner(Work(float(sys.argv[2]), mode), parallel=mode == "parallel"), sys.argv[1], KEY)
+    parallel = mode == "parallel"
+    runner = LocalRunner(Work(float(sys.argv[2]), mode), threads=2 if parallel else None, parallel=parallel)
+    serve(runner, sys.argv[1], KEY)

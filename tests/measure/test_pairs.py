@@ -421,7 +421,7 @@ def test_the_time_of_a_parallel_operation_stands_with_the_times_of_the_calls() -
     assert "fork_join_ns" not in found.candidate.conditions
 
 
-def test_another_process_says_how_its_threads_meet() -> None:
+def test_another_process_says_how_many_threads_it_has_and_how_they_meet() -> None:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="trimtab-test-"))
     environment = {**os.environ, "OMP_WAIT_POLICY": "active"}
     for mode, known in (("parallel", torch.get_num_threads() > 1), ("works", False)):
@@ -429,8 +429,11 @@ def test_another_process_says_how_its_threads_meet() -> None:
         process = subprocess.Popen(served, env=environment)
         with RemoteRunner(folder / mode, KEY) as runner:
             found = runner.fork_join()
+            timed = compare(LocalRunner(Work(50, "works"), threads=1), runner, seconds=0.1)
             runner.stop()
         process.wait()
+        assert timed.rival.conditions.get("threads") == (2 if mode == "parallel" else None)
+        assert timed.conditions.startswith("1 thread against 2, others used " if mode == "parallel" else "others used ")
         assert (found is not None and found > 0) is known
     shutil.rmtree(folder)
 
@@ -476,6 +479,19 @@ def test_several_starts_are_as_sure_as_they_agree() -> None:
     assert dataclasses.replace(apart, rival_ms=(0.41, 0.52)).differs == f"{told}; the baseline took 0.41 to 0.52 ms"
     assert alike.differs is None
     assert pooled([start_of(1.5, foreign=0.3), start_of(2.5, foreign=0.1)]).foreign == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("own", "rival", "words"),
+    [(2, 2, "2 threads each, "), (1, 2, "1 thread against 2, "), (1, 1, "one thread each, "), (2, None, ""), (None, None, "")],
+)
+def test_the_conditions_name_the_threads_of_both_sides_and_what_others_used(
+    own: int | None, rival: int | None, words: str
+) -> None:
+    one, two = (dataclasses.replace(start_of(2.0).rival, conditions={} if n is None else {"threads": n}) for n in (own, rival))
+    found = dataclasses.replace(start_of(2.0, foreign=0.4, stolen=0.03), candidate=one, rival=two)
+    assert found.conditions == f"{words}others used 43% of the CPUs"
+    assert f"\nconditions: {found.conditions}\n" in f"{Timing(subject='one', rival='other', comparison=found)}\n"
 
 
 def test_two_starts_that_agree_by_chance_are_not_believed() -> None:

@@ -154,11 +154,27 @@ class Comparison:
 
     @property
     def conditions(self) -> str:
-        """The conditions of the timing, as text: ``one thread each, others used 43% of the CPUs``."""
-        threads = "" if self.undisturbed is None else "one thread each, "
+        """The conditions of the timing, as text: ``2 threads each, others used 43% of the CPUs``. The number of threads is left
+        out if that of one side is not known."""
+        own, rival = (side.conditions.get("threads") for side in (self.candidate, self.rival))
+        if self.undisturbed is not None or own == rival == 1:
+            return f"one thread each, {self.others}"
+        if not (isinstance(own, int) and isinstance(rival, int)):
+            return self.others
+        threads = f"{own} threads each" if own == rival else f"{counted(own, 'thread')} against {rival}"
+        return f"{threads}, {self.others}"
+
+    @property
+    def others(self) -> str:
+        """The share of the CPUs that other processes used, as text: ``others used 43% of the CPUs``."""
         if self.candidate.conditions.get("cpu_watched") is False:
-            return f"{threads}what others used of the CPUs is not known"
-        return f"{threads}others used {self.foreign + self.stolen:.0%} of the CPUs"
+            return "what others used of the CPUs is not known"
+        return f"others used {self.foreign + self.stolen:.0%} of the CPUs"
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the samples behind the ratio were disturbed by other processes or slow cores, because too few were quiet."""
+        return self.sampling is not None and self.foreign + self.stolen + self.slowed > QUIET
 
     @property
     def few(self) -> bool:

@@ -353,8 +353,12 @@ def _measurement(
     }
     if joins := [block.fork_join for block in blocks if block.fork_join is not None]:
         own["fork_join_ns"] = statistics.median(joins)
-    if session.sides[side].pid == os.getpid():
-        own["threads"] = torch.get_num_threads()
+    runner = session.sides[side]
+    threads = runner.threads if isinstance(runner, SampledRunner) else None
+    if threads is None and runner.pid == os.getpid():
+        threads = torch.get_num_threads()
+    if threads is not None:
+        own["threads"] = threads
     times = [ns for block in blocks for ns in block.times]
     return summarize(times, unit="ms", conditions=own | dict(conditions), blocks=[block.ns for block in blocks])
 
