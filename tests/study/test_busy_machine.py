@@ -52,7 +52,7 @@ def test_everything_has_one_thread_and_the_result_says_so(tmp_path: pathlib.Path
     assert artifact.manifest.evidence["thread_limit"] == 1
     assert artifact.load().settings.threads == 1
     if found.status == "improved":
-        assert ", with one thread each" in found.sentence
+        assert ", with one thread each (" in found.sentence
     (note,) = (note for note in found.all_notes() if note.startswith("As this study began"))
     assert note.startswith("As this study began, other processes used 85% of these 2 CPUs: all of it is timed with one thread")
 

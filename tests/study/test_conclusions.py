@@ -277,11 +277,9 @@ def test_the_verdict_says_what_errors_are_relative_to(monkeypatch) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("slowed", "words"), [(0.0, "."), (0.78, ", and the cores were slower than usual for 78% of the time.")]
-)
+@pytest.mark.parametrize(("slowed", "words"), [(0.0, ""), (0.78, ", and the cores were slower than usual for 78% of the time")])
 def test_a_wide_interval_above_one_has_a_figure_and_what_disturbed_it(slowed: float, words: str) -> None:
-    one, ratio = latency(1.0), Interval(14.0, 9.55, 19.48)
+    one, ratio = dataclasses.replace(latency(1.0), conditions={"threads": 2}), Interval(14.0, 9.55, 19.48)
     comparison = Comparison(
         ratio=ratio,
         sampling=ratio,
@@ -295,9 +293,30 @@ def test_a_wide_interval_above_one_has_a_figure_and_what_disturbed_it(slowed: fl
     )
     study: Any = types.SimpleNamespace(thread_limit=None)
     found = conclusions._speed_text(study, Confirmation(recipe=ORT, ok=True, speedup=ratio, comparison=comparison))
-    assert f"{found}." == (
-        f"at least 9.55x as fast as written (95% interval 9.55 to 19.48), as things are: others used 7% of the CPUs{words}"
+    assert found == (
+        "at least 9.55x as fast as written (95% interval 9.55 to 19.48), as things are (2 threads each, others used 7% of the "
+        f"CPUs{words})"
     )
+    narrow = Confirmation(recipe=ORT, ok=True, speedup=sure(3.0), comparison=comparison)
+    assert conclusions._speed_text(study, narrow) == (
+        "3.00x as fast as written (95% interval 2.94 to 3.06), as things are (2 threads each, others used 7% of the "
+        f"CPUs{words})"
+    )
+    quiet = dataclasses.replace(narrow, comparison=dataclasses.replace(comparison, sampling=None))
+    assert conclusions._speed_text(study, quiet) == "3.00x as fast as written (95% interval 2.94 to 3.06)"
+
+
+def test_one_thread_each_on_a_busy_machine_is_said_with_what_others_used() -> None:
+    one, study = latency(1.0), types.SimpleNamespace(thread_limit=1)
+    kept = Comparison(ratio=sure(2.5), pairs=40, candidate=one, rival=one, foreign=0.8, stolen=0.05, undisturbed=0.6)
+    found = Confirmation(recipe=ORT, ok=True, speedup=sure(2.5), comparison=kept)
+    words = "2.50x as fast as written (95% interval 2.45 to 2.55), with one thread each"
+    assert conclusions._speed_text(study, found) == f"{words} (others used 85% of the CPUs)"
+    requests = dataclasses.replace(kept, undisturbed=None, sampling=sure(2.5))  # throughput is timed in quads
+    assert conclusions._speed_text(study, dataclasses.replace(found, comparison=requests)) == (
+        f"{words}, as things are (others used 85% of the CPUs)"
+    )
+    assert conclusions._speed_text(study, dataclasses.replace(found, comparison=None)) == words
 
 
 def test_what_cannot_ship_is_never_what_would_do() -> None:

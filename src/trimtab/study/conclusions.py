@@ -77,15 +77,16 @@ def interval_mismatch(found: Best) -> str:
 
 
 def _speed_text(study: Study, found: Confirmation) -> str:
-    """The speed-up, and what it holds for on a busy machine."""
+    """The speed-up, and its conditions if other processes used the machine."""
     assert found.speedup is not None
-    if study.thread_limit is not None:
-        return f"{speed(found.speedup)}, with one thread each"
-    timed = found.comparison
-    if timed is None or timed.sampling is None or not found.speedup.vague:
-        return speed(found.speedup)
-    slow = f", and the cores were slower than usual for {timed.slowed:.0%} of the time" if timed.slowed > QUIET else ""
-    return f"{speed(found.speedup)}, as things are: {timed.conditions}{slow}"
+    timed, one_thread = found.comparison, study.thread_limit is not None
+    words = speed(found.speedup) + ", with one thread each" * one_thread
+    if timed is not None and timed.disturbed:
+        slow = f", and the cores were slower than usual for {timed.slowed:.0%} of the time" if timed.slowed > QUIET else ""
+        return f"{words}, as things are ({timed.others if one_thread else timed.conditions}{slow})"
+    if timed is not None and one_thread:
+        return f"{words} ({timed.others})"
+    return words
 
 
 def _cost(study: Study, found: Best) -> str:
