@@ -31,6 +31,7 @@ from trimtab.execution.fork_pool import Workers
 from trimtab.execution.jobs.inference import _at_batch_size
 from trimtab.passes.batch import Batch
 from trimtab.passes.channels_last import ChannelsLast
+from trimtab.passes.keep_memory import KeepMemory
 from trimtab.study import conclusions, ranking
 from trimtab.study import final_selection as finishing
 from trimtab.study.options import Options
@@ -57,8 +58,15 @@ class Confirmed:
     """A study whose confirmations find the latencies or speed-ups that are given, or fail with the reason that is given."""
 
     def __init__(
-        self, trials: list[Trial], limits: Limits, found: dict[Recipe, float | str | Interval], monkeypatch, **options
+        self,
+        trials: list[Trial],
+        limits: Limits,
+        found: dict[Recipe, float | str | Interval],
+        monkeypatch,
+        comparison: Comparison | None = None,
+        **options,
     ) -> None:
+        self.comparison = comparison
         self.trials, self.options, self.found = trials, Options(limits=limits, **options), found
         self.to_beat = ranking.best_eager(trials, limits, self.options.objective)
         self.asked: list[Recipe] = []
@@ -81,7 +89,7 @@ class Confirmed:
         self.asked.append(trial.recipe)
         if isinstance(found, Interval):
             reason = "no gain" if must_win and found.low <= 1 else None
-            figures = {"speedup": found, "latency_ms": latency(10 / found.value)}
+            figures = {"speedup": found, "latency_ms": latency(10 / found.value), "comparison": self.comparison}
             confirmation = Confirmation(recipe=trial.recipe, ok=reason is None, reason=reason, **figures)
             if confirmation.ok:
                 (self.folder / ARTIFACT).mkdir(exist_ok=True)
@@ -553,3 +561,52 @@ def test_the_range_of_the_originals_times_is_told_with_what_it_means(more: dict[
     wide = dataclasses.replace(found, starts=12, rival_ms=(0.354, 0.533), **more)
     assert conclusions.baseline_spread(study, wide) == ["The model as written took 0.354 to 0.533 ms," + words]
     assert conclusions.baseline_spread(study, dataclasses.replace(wide, rival_ms=(0.354, 0.36))) == []
+
+
+KEPT = Recipe(passes=(KeepMemory(),), backend=BACKENDS["eager"]())
+
+
+@pytest.mark.parametrize(
+    ("speedup", "words"),
+    [
+        (
+            Interval(1.41, 1.36, 1.46),
+            " The cause is memory that it gives back to the system after each call and takes again: with keep_memory it is "
+            "1.41x (1.36 to 1.46) as fast.",
+        ),
+        (
+            Interval(1.02, 0.99, 1.05),
+            " The memory that it gives back is not the cause: with keep_memory it is 1.02x (0.99 to 1.05) as fast.",
+        ),
+        (Interval(1.2, 0.6, 2.4), ""),
+        (None, ""),
+    ],
+)
+def test_keep_memory_tells_whether_memory_is_why_the_originals_times_differ(speedup: Interval | None, words: str) -> None:
+    elsewhere = Recipe(passes=(KeepMemory(),), backend=BACKENDS["torchscript"]())
+    trials = [seen(elsewhere, 1.5), dataclasses.replace(trial(KEPT, 10.0), speedup=speedup)]
+    study: Any = types.SimpleNamespace(trials=trials, task=types.SimpleNamespace(mode="infer"))
+    moved = Comparison(ratio=sure(4.0), pairs=72, candidate=latency(5.0), rival=latency(24.0), rival_ms=(17.0, 39.0))
+    expected = f"The model as written took 17 to 39 ms, by process and minute, which the interval allows for.{words}"
+    assert conclusions.baseline_spread(study, moved) == [expected]
+    busy = dataclasses.replace(moved, foreign=0.3, stolen=0.1)
+    assert conclusions.baseline_spread(study, busy) == [f"{expected} Other processes used 40% of the CPUs."]
+
+
+@pytest.mark.parametrize(
+    ("limits", "found", "status"),
+    [
+        (Limits(), {OPENVINO: sure(1.03)}, "improved"),
+        (Limits(), {OPENVINO: "NaN.", as_written(): sure(1.0)}, "kept_original"),
+        (Limits(latency_ms=10.2), {OPENVINO: sure(1.01), as_written(): 10.3}, "improved"),
+    ],
+    ids=["winner", "original", "limits"],
+)
+def test_every_verdict_with_a_figure_tells_how_the_originals_time_moved(
+    monkeypatch, limits: Limits, found: dict[Recipe, float | str | Interval], status: str
+) -> None:
+    moved = Comparison(ratio=sure(1.0), pairs=72, candidate=latency(10.0), rival=latency(24.0), rival_ms=(17.0, 39.0))
+    study = Confirmed([trial(as_written(), 10.0), seen(OPENVINO, 1.03)], limits, found, monkeypatch, comparison=moved)
+    assert finishing.finish(study)[0] == status
+    (note,) = [note for note in study.notes if note.startswith("The model as written took")]
+    assert note == "The model as written took 17 to 39 ms, by process and minute, which the interval allows for."

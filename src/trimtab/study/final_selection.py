@@ -68,7 +68,10 @@ def finish(study: Study, *, until: float | None = None, end: float | None = None
     if eager is None:
         raise WorkloadError(no_baseline(study))
     with study.runner.servers(RIVALS) as rivals:
-        return _FinalSelection(study, eager, rivals, end).answer(until)
+        status, sentence, best = _FinalSelection(study, eager, rivals, end).answer(until)
+    if best is not None:
+        study.notes += conclusions.baseline_spread(study, best.confirmation.comparison)
+    return status, sentence, best
 
 
 class _FinalSelection:
@@ -92,7 +95,6 @@ class _FinalSelection:
         study.progress.stage(winner if tried else "nothing seems faster: writing the original as an artifact")
         found, lost = self.first_confirmed(tried, must_win=must_win)
         if found is not None:
-            study.notes += conclusions.baseline_spread(study, found.confirmation.comparison)
             return "improved", conclusions.improved(study, found, lost, self.latest(self.eager)), found
         surely = [ranking.surely_ahead(trial, self.eager, self.objective) for trial in tried]
         lead_ins = ("It seemed faster in the search", "It won the search")
