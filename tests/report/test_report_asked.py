@@ -114,7 +114,11 @@ def test_the_waterfall_ends_with_what_was_measured_again(tmp_path) -> None:
     found = record(24, failed=2)
     bars = leaders.waterfall(found)
     assert [bar.name for bar in bars] == ["as written", "tuned eager", "runtime", "precision", "knobs", "measured again"]
-    assert bars[-1].value == "3.91x (3.80 to 4.03)"
+    assert (bars[-1].value, bars[-1].interval) == ("3.91x", "3.80 to 4.03")
+    assert bars[0].interval == "", "the baseline is not timed against itself"
+    for bar, step in zip(bars[1:-1], found.steps[1:], strict=True):
+        assert bar.interval == formatting.span(step.speedup)
+        assert bar.score == "97.80%"
     assert all(bar.start >= 0 and bar.start + bar.width <= 100.01 for bar in bars)
     for before, bar in itertools.pairwise(bars[1:-1]):
         assert bar.start == pytest.approx(before.start + before.width, abs=0.02), "each bar begins where the last ends"
@@ -122,8 +126,14 @@ def test_the_waterfall_ends_with_what_was_measured_again(tmp_path) -> None:
         dataclasses.replace(step, speedup=None, gain=None) if step.name == "runtime" else step for step in found.steps
     )
     bars = leaders.waterfall(dataclasses.replace(found, steps=missing))
-    assert (bars[2].value, bars[2].width) == (formatting.UNKNOWN, 0.0)
-    assert "What each step brought" in page(found, tmp_path)
+    assert (bars[2].value, bars[2].interval, bars[2].score, bars[2].width) == ("no trial of its own", "", "", 0.0)
+    shown = page(found, tmp_path)
+    assert "What each step brought" in shown
+    assert '<th scope="col" class="interval">95% interval</th>' in shown
+    assert f'<td data-name="95% interval" class="number">{formatting.span(found.steps[2].speedup)}</td>' in shown
+    sized = dataclasses.replace(found, objective="size")
+    assert {bar.interval for bar in leaders.waterfall(sized)} == {""}
+    assert 'class="interval"' not in page(sized, tmp_path)
     assert leaders.waterfall(record(12, status="kept_original", steps=())) == []
 
 

@@ -16,6 +16,7 @@ from trimtab.study.waterfall import Step
 
 SHOWN = 3
 """Number of recipes beside the original."""
+NO_TRIAL = "no trial of its own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Bar:
     name: str
     added: str
     value: str
+    interval: str
+    """The 95% interval of a speed-up; empty for memory and size, and for the baseline, which is not timed against itself."""
     gain: str
     score: str
     start: float
@@ -98,9 +101,7 @@ def _bars(record: Record, top: float, again: Interval | None) -> Iterator[Bar]:
     last: float | None = None
     for step in record.steps:
         now = _value(step, record)
-        score = words.score(step.score, record) if labelled(record) and step.speedup is not None else ""
-        size = record.objective in ("memory", "size")
-        head = (step.name, plain(step.added), words.megabytes(now) if size else words.quoted(step.speedup), _gain(step), score)
+        head = (step.name, plain(step.added), *_figures(step, now, record))
         if now is None:
             yield Bar(*head, 0.0, 0.0)
             continue
@@ -111,7 +112,19 @@ def _bars(record: Record, top: float, again: Interval | None) -> Iterator[Bar]:
     if again is not None and found is not None:
         value = again.value if _is_drawable(again) else 0.0
         score = words.score(found.score, record) if labelled(record) else ""
-        yield Bar("measured again", "in fresh processes", words.speed(again), "", score, *_share(0.0, value, top), total=True)
+        head = ("measured again", "in fresh processes", words.quoted(again), words.span(again), "", score)
+        yield Bar(*head, *_share(0.0, value, top), total=True)
+
+
+def _figures(step: Step, now: float | None, record: Record) -> tuple[str, str, str, str]:
+    """The texts of a bar: figure, interval, gain and score."""
+    if step.speedup is None:
+        return NO_TRIAL, "", "", ""
+    score = words.score(step.score, record) if labelled(record) else ""
+    if record.objective in ("memory", "size"):
+        return words.megabytes(now), "", _gain(step), score
+    interval = words.span(step.speedup) if step.speedup.width else ""
+    return words.quoted(step.speedup), interval, _gain(step), score
 
 
 def _share(start: float, end: float, top: float) -> tuple[float, float]:
