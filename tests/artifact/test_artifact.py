@@ -43,6 +43,7 @@ from trimtab.core.technique import missing_package, technique_from_json
 from trimtab.errors import ArtifactError, CompileError, IntegrityError, TrimtabError, UntrustedError, UsageError
 from trimtab.hardware import system
 from trimtab.hardware.environment import Environment
+from trimtab.measure import host
 from trimtab.tensors.comparison import NEAR_TIES
 
 INTERVAL = Interval(2.0, 1.9, 2.1)
@@ -506,6 +507,19 @@ def test_why_no_speed_is_replayed_is_said(pristine: Artifact, tmp_path: pathlib.
     assert "was not given" in (found.speed_reason or "")
     own = write(tmp_path / "own", BACKENDS["eager"](grad_mode="no_grad"))
     assert trimtab.verify(own.path).speed_reason == "It is the original itself, and nothing is timed against itself."
+
+
+def test_a_busy_machine_is_said_before_anything_is_timed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, said = write(tmp_path / "own", BACKENDS["eager"](grad_mode="no_grad")), []
+    for share in (0.85, 0.1):
+        monkeypatch.setattr("trimtab.measure.host.other_load", lambda share=share: host.OtherLoad(share, 2))
+        trimtab.verify(own.path, on_progress=said.append)
+        trimtab.verify(own.path, speed=False, on_progress=said.append)
+    assert said == ["Busy machine: other processes used 85% of these 2 CPUs, so figures will be wide."]
+    monkeypatch.setattr("trimtab.measure.host.other_load", lambda: host.OtherLoad(0.85, 2))
+    with pytest.raises(ArtifactError, match="There is no artifact folder"):
+        trimtab.compare(str(tmp_path / "none"), on_progress=said.append)
+    assert len(said) == 2
 
 
 def test_an_original_that_cannot_be_read_here_is_no_fault_of_the_artifact(folder: pathlib.Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from trimtab._internal.files import path_of
@@ -25,6 +25,7 @@ from trimtab.execution.workload_transfer import workload_source
 from trimtab.importers.load import FORMS
 from trimtab.measure import pairs
 from trimtab.measure.energy import Energy, Power, energy_meter
+from trimtab.measure.host import busy_note
 from trimtab.measure.pooled import LEAST_START_S, MOST_STARTS, STARTS, narrow, number_of_starts, pooled, start_timing
 from trimtab.measure.remote import RemoteRunner
 from trimtab.study.samplers.ladder import as_written
@@ -89,6 +90,7 @@ def compare(
     width: float = 0.02,
     objective: Objective = "latency",
     trust: bool = False,
+    on_progress: Callable[[str], None] | None = None,
 ) -> Timing:
     """Time ``subject`` against ``rival`` in the order A B B A.
 
@@ -102,6 +104,7 @@ def compare(
         width: timing ends once the 95% interval of the ratio is this narrow, relative to the ratio.
         objective: ``latency`` or ``throughput``.
         trust: allow artifacts with native code.
+        on_progress: called first with a sentence if other processes make this machine busy.
 
     Raises:
         UsageError: a reference or an argument is wrong.
@@ -114,6 +117,8 @@ def compare(
         raise UsageError(f"objective is {objective!r}; what is timed can be {' or '.join(TIMED)}.")
     positive(seconds, "seconds")
     positive(width, "width")
+    if on_progress is not None and (note := busy_note()) is not None:
+        on_progress(note)
     other = subject if rival is None else rival
     with _scratch() as place:
         sides = {"subject": subject, "rival": other}

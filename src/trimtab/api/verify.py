@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from collections.abc import Callable
 
 from trimtab._internal.units import positive
 from trimtab._internal.validation import checked_call
@@ -13,10 +14,18 @@ from trimtab.artifact import artifact, verified
 from trimtab.artifact.artifact import Verification
 from trimtab.errors import ArtifactError, CompileError, MeasurementError, MissingPackageError, StorageError, UsageError
 from trimtab.evaluation.evaluate import Objective
+from trimtab.measure.host import busy_note
 
 
 @checked_call("trimtab.verify")
-def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = True, seconds: float = 10.0) -> Verification:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    trust: bool = False,
+    speed: bool = True,
+    seconds: float = 10.0,
+    on_progress: Callable[[str], None] | None = None,
+) -> Verification:
     """Check the claims of an artifact on this machine: hashes, outputs on its test vectors, environment and speed.
 
     Args:
@@ -26,6 +35,7 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
             if the objective was throughput. A speed that was measured on a quiet machine is written into a file beside the
             artifact, such as ``runs/net/artifact.verified.json``, and shown in the report.
         seconds: longest timing.
+        on_progress: called first with a sentence if the speed is measured and other processes make this machine busy.
 
     Raises:
         UsageError: ``path`` is no path, or ``seconds`` is not above 0.
@@ -33,6 +43,8 @@ def verify(path: str | os.PathLike[str], *, trust: bool = False, speed: bool = T
         UntrustedError: the artifact has machine code, and ``trust`` is not given.
     """
     positive(seconds, "seconds")
+    if speed and on_progress is not None and (note := busy_note()) is not None:
+        on_progress(note)
     found = artifact.verify(path, trust=trust)
     manifest = artifact.open_artifact(path).manifest
     if not (speed and found.ok) or manifest.baseline is None:

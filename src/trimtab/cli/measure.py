@@ -18,7 +18,7 @@ from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import waiting
 from trimtab.cli.optimize import Inputs, Shape, Task, load_subject
 from trimtab.core.measurement import Interval
-from trimtab.measure.host import other_load
+from trimtab.measure.host import busy_note
 
 if TYPE_CHECKING:
     from trimtab.artifact.artifact import Verification
@@ -83,9 +83,8 @@ def measure_command(
 
 def _note_busy_machine() -> None:
     """Print a note to standard error if other processes make this machine busy."""
-    found = other_load()
-    if found is not None and found.busy:
-        typer.echo(f"note: Busy machine: {found}, so figures will be wide.", err=True)
+    if (note := busy_note()) is not None:
+        typer.echo(f"note: {note}", err=True)
 
 
 def _is_folder(what: str) -> bool:

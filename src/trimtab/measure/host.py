@@ -143,6 +143,12 @@ def other_load(seconds: float = WATCH_S) -> OtherLoad | None:
     return None if found is None or after is None else OtherLoad(max(0.0, found.disturbed), after.cpus)
 
 
+def busy_note() -> str | None:
+    """A sentence for the user if other processes make this machine busy now; else ``None``."""
+    found = other_load()
+    return f"Busy machine: {found}, so figures will be wide." if found is not None and found.busy else None
+
+
 def foreign(before: Snapshot | None, after: Snapshot | None) -> float | None:
     """Share of CPU time that processes other than ours used between two snapshots."""
     found = usage(before, after)
