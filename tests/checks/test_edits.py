@@ -48,20 +48,31 @@ def test_what_a_line_keeps_is_detached() -> None:
     assert detached("kept.append({'é': loss, 'b': error})", ["loss", "error"]) == (
         "kept.append({'é': loss.detach(), 'b': error.detach()})"
     )
-    for text in ("total += loss.mean()", "loss = loss + 1", "for loss in losses:\n", "kept.append(", "kept.append(loss[0])"):
+    others = ("total += loss.mean()", "total += criterion(loss)", "loss = loss + 1", "for loss in losses:\n", "kept.append(")
+    for text in (*others, "kept.append(loss[0])", "kept.append(self.loss)", "model(loss)", "a += b; total += loss"):
         assert detached(text, ["loss"]) is None, text
     assert detached("total += loss", []) is None
 
 
-def test_a_call_on_its_own_runs_in_every_fiftieth_round_of_a_loop_that_is_counted() -> None:
-    sound = sound_records()["training"]
-    texts = {"a.py:3": "    print(loss.item())", "a.py:4": "    error = measured(loss)", "a.py:9": "print(1)"}
-    record = dataclasses.replace(sound, texts=texts, counters={"a.py:3": "step", "a.py:4": "step"})
-    found = edit_rarely(record, "a.py:3", "Log less.")
+def test_a_logging_call_on_its_own_runs_in_every_fiftieth_round_of_a_loop_that_is_counted() -> None:
+    lines = [
+        "    print(loss.item())",
+        "    error = print(loss)",
+        "    scheduler.step()",
+        "    print(1); optimizer.step()",
+        "print(2)",
+    ]
+    texts = {f"a.py:{number}": text for number, text in enumerate(lines)}
+    counters = {f"a.py:{number}": "step" for number in range(4)}
+    record = dataclasses.replace(sound_records()["training"], texts=texts, counters=counters)
+    found = edit_rarely(record, "a.py:0", "print", "Log less.")
     assert found is not None
     assert found.replacement == "    if step % 50 == 0:\n        print(loss.item())"
-    for site in ("a.py:4", "a.py:9", "a.py:10"):
-        advice = edit_rarely(record, site, "Log less.")
+    for site in (*list(texts)[1:], "a.py:10"):
+        advice = edit_rarely(record, site, "print", "Log less.")
         assert advice is not None
-        assert (advice.replacement, advice.advice) == (None, "Log less.")
-    assert edit_rarely(record, None, "Log less.") is None
+        assert (advice.replacement, advice.advice) == (None, "Log less."), site
+    unknown = edit_rarely(record, "a.py:0", None, "Log less.")
+    assert unknown is not None
+    assert unknown.replacement is None
+    assert edit_rarely(record, None, "print", "Log less.") is None

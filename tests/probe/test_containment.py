@@ -60,34 +60,67 @@ def test_in_place_the_script_writes(folder: pathlib.Path) -> None:
 
 
 MAKES = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 import torch
 pathlib.Path("new.txt").write_text("new")
-os.makedirs("made")
+os.makedirs("made", exist_ok=True)
 pathlib.Path("made/one.txt").write_text("new")
 pathlib.Path("new.txt").write_text("its own file, again")
-open("old.txt", sys.argv[1]).close()
-print("went on")
+os.replace("new.txt", "moved.txt")
+for act in sys.argv[1:]:
+    exec(act)
+print("went on", flush=True)
+time.sleep(600)
 """
 
 
-def test_where_writes_cannot_be_kept_apart_what_was_made_goes_and_what_was_there_stays(folder: pathlib.Path) -> None:
+def guarded(act: str) -> ScriptProcess:
+    return ScriptProcess(Command.of("job.py", args=[act]), {"mode": "none", "guard": True}, in_place=True)
+
+
+def ended(process: ScriptProcess) -> int | None:
+    """The code of a process that ended, or ``None`` once it went on."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and "went on" not in process.log() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process.poll()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "open('old.txt', 'a')",
+        "os.open('old.txt', os.O_RDWR)",
+        "os.remove('old.txt')",
+        "os.replace('old.txt', 'other.txt')",
+        "os.replace('moved.txt', 'old.txt')",
+        "os.truncate('old.txt', 0)",
+    ],
+)
+def test_where_writes_cannot_be_kept_apart_a_file_that_existed_is_not_touched(folder: pathlib.Path, act: str) -> None:
     (folder / "job.py").write_text(MAKES, encoding="utf-8")
-    appends = next(number for number, text in enumerate(MAKES.splitlines(), 1) if "old.txt" in text)
-    for mode, code in (("r", 0), ("a", 90), ("r", 0)):
-        with ScriptProcess(Command.of("job.py", args=[mode]), {"mode": "none", "guard": True}, in_place=True) as process:
-            assert process.wait(60) == code
-            assert (folder / "made" / "one.txt").exists()
-            if code:
-                refused = f"was about to write old.txt (job.py:{appends})"
-                assert process.refused_write() == f"{refused}, which exists"
-                assert why_ended(process, code) == (
-                    f"The script {refused}, which exists. Its writes cannot be kept apart on this machine; let it write with "
-                    "--in-place."
-                )
-            else:
-                assert (process.log(), process.refused_write()) == ("went on", None)
-        assert sorted(path.name for path in folder.iterdir()) == ["gone.txt", "job.py", "old.txt"]
+    with guarded(act) as process:
+        assert ended(process) == 90
+        refused = f"was about to write old.txt (job.py:{MAKES.splitlines().index('    exec(act)') + 1}), which exists"
+        assert process.refused_write() == refused
+        assert why_ended(process, 90) == (
+            f"The script {refused}. Its writes cannot be kept apart on this machine; let it write with --in-place."
+        )
+        assert (folder / "made" / "one.txt").exists()
+    assert {path.name for path in folder.iterdir()} == {"gone.txt", "job.py", "old.txt"}
+    assert (folder / "old.txt").read_text(encoding="utf-8") == "as it was"
+
+
+def test_where_writes_cannot_be_kept_apart_two_runs_at_once_make_the_same_files(folder: pathlib.Path) -> None:
+    (folder / "job.py").write_text(MAKES, encoding="utf-8")
+    reads = "open('old.txt').close(); open('absent.txt', 'r+') if os.path.exists('absent.txt') else None"
+    with guarded(reads) as one:
+        assert ended(one) is None
+        with guarded(reads) as other:
+            assert ended(other) is None
+            assert (one.refused_write(), other.refused_write()) == (None, None)
+            assert (folder / "moved.txt").exists()
+    assert {path.name for path in folder.iterdir()} == {"gone.txt", "job.py", "old.txt"}
 
 
 STARTS = """

@@ -218,14 +218,31 @@ def test_in_inference_a_batch_is_a_step(watch: Watch) -> None:
     assert sum(call.calls for call in record.calls if call.name == "Tensor.tolist") == pytest.approx(4.0, abs=0.5)
 
 
+ANSWERS = """
+import torch
+
+
+class Twice(torch.nn.Sequential):
+    def __call__(self, x):
+        return super().__call__(2 * x)
+
+
+torch.nn.Identity()(torch.ones(1))
+model = Twice(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)).eval()
+x = torch.randn(256, 64)
+with torch.no_grad():
+    right = model.forward(2 * x)
+    while True:
+        if not torch.equal(model(x), right):
+            raise ValueError("called twice")
+"""
+
+
 def test_calls_of_a_model_without_a_loader_are_steps(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "answer.py").write_text(
-        "import torch\nmodel = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)).eval()\n"
-        "with torch.no_grad():\n    while True:\n        model(torch.randn(256, 64))\n",
-        encoding="utf-8",
-    )
+    """Also where a class calls its module itself, and where something else was called before the model was made."""
+    (tmp_path / "answer.py").write_text(ANSWERS, encoding="utf-8")
     record = observe(Command.of(tmp_path / "answer.py"), steps=12, seconds=120)
-    assert (record.anchor, record.anchor_site) == ("forward", "Sequential")
+    assert (record.anchor, record.anchor_site) == ("forward", "Twice")
     (module,) = record.modules
     assert (module.training, module.calls, module.gradients_unused) == (False, 1.0, 0.0)
     assert record.phases["forward"] > 0

@@ -157,14 +157,16 @@ def edit(record: ProbeRecord, site: str | None, advice: str, **arguments: dict[s
     return CodeEdit(site=site, advice=advice, replacement=None if new == record.texts.get(site) else new)
 
 
-def edit_rarely(record: ProbeRecord, site: str | None, advice: str) -> CodeEdit | None:
+def edit_rarely(record: ProbeRecord, site: str | None, function: str | None, advice: str) -> CodeEdit | None:
     """An edit after which the statement at ``site`` runs in every :data:`EVERY`-th round of its loop only. It is advice if the
-    line is no call on its own, or if no variable counts the loop."""
+    line is not a call of ``function`` on its own, which may do other things too, or if no variable counts the loop."""
     if not site:
         return None
     text, counter = record.texts.get(site, ""), record.counters.get(site)
     tree, indent = _parsed(text.strip()), text[: len(text) - len(text.lstrip())]
-    alone = tree is not None and isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Call)
+    only = tree.body[0].value if tree is not None and isinstance(tree.body[0], ast.Expr) else None
+    called = only.func if isinstance(only, ast.Call) else None
+    alone = function is not None and function == getattr(called, "id", getattr(called, "attr", None))
     new = f"{indent}if {counter} % {EVERY} == 0:\n{indent}    {text.strip()}" if alone and counter else None
     return CodeEdit(site=site, advice=advice, replacement=new)
 
@@ -209,19 +211,21 @@ def under_no_grad(text: str) -> str | None:
 
 
 def detached(text: str, names: Sequence[str]) -> str | None:
-    """The line ``text`` with ``.detach()`` after each of ``names``; ``None`` if the line is no whole statement, or if one of
-    the names is assigned to, or used otherwise than as a value on its own."""
+    """The line ``text`` with ``.detach()`` after each of ``names`` that it adds to a variable or appends to a container, also
+    within a dict, list or tuple; ``None`` if it does neither."""
     indent, raw = text[: len(text) - len(text.lstrip())], text.strip().encode()
     tree = _parsed(text.strip())
-    if tree is None or not names:
-        return None
-    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names]
-    called = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Subscript)]
-    if any(not isinstance(node.ctx, ast.Load) or node in called for node in used):
-        return None
-    for end in sorted((node.end_col_offset or 0 for node in used), reverse=True):
+    statement = None if tree is None else tree.body[0]
+    kept: list[ast.expr] = []
+    if isinstance(statement, ast.AugAssign):
+        kept = [statement.value]
+    elif isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call) and len(call.args) == 1:
+        first = call.args[0] if getattr(call.func, "attr", None) in ("append", "appendleft") else None
+        kept = first.values if isinstance(first, ast.Dict) else getattr(first, "elts", [first] if first else [])
+    ends = [node.end_col_offset or 0 for node in kept if isinstance(node, ast.Name) and node.id in names]
+    for end in sorted(ends, reverse=True):
         raw = raw[:end] + b".detach()" + raw[end:]
-    return indent + raw.decode()
+    return indent + raw.decode() if ends else None
 
 
 def _parsed(body: str) -> ast.Module | None:

@@ -37,6 +37,7 @@ class Logging(ScriptCheck):
         where = calls[0].site if calls else logging[0].site if logging else None
         what = f"{calls[0].name} at {where}" if calls else f"the line {where}" if where else "the script"
         message = f"Writing logs takes {taken:.0%} of every step, most of it {what}. Log every n-th step instead."
+        logger = calls[0].name.rpartition(".")[2] if calls and calls[0].name != "tqdm.update" else None
         often = sum(call.calls for call in calls)
         return [
             self.note(
@@ -44,7 +45,7 @@ class Logging(ScriptCheck):
                 evidence={"logging_share": taken, "calls_per_step": often},
                 where=where,
                 category="run",
-                edit=edit_rarely(subject, where, f"Log every n-th step: `if step % {EVERY} == 0:`."),
+                edit=edit_rarely(subject, where, logger, f"Log every n-th step: `if step % {EVERY} == 0:`."),
                 ceiling=ScriptSettings(without="logging"),
                 share=taken,
             )

@@ -11,7 +11,17 @@ from trimtab.core.finding import Finding
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.hardware.environment import Environment
 
-BLOCKING = ("Tensor.item", "Tensor.cpu", "Tensor.numpy", "Tensor.tolist", "print", "torch.cuda.synchronize")
+BLOCKING = (
+    "Tensor.item",
+    "Tensor.cpu",
+    "Tensor.numpy",
+    "Tensor.tolist",
+    "float(tensor)",
+    "int(tensor)",
+    "bool(tensor)",
+    "print",
+    "torch.cuda.synchronize",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

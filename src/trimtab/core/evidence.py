@@ -245,7 +245,7 @@ class DistributedRecord:
     unused_found: bool = False
     """Whether there were parameters without a gradient."""
     waits_ms: float | None = None
-    """Milliseconds of a backward pass that reduces gradients in which it computes nothing and waits for other ranks."""
+    """Median milliseconds of a backward pass on the CPU in which it computes nothing and gradients are exchanged."""
     skew_ms: float | None = None
     """Median delay from the first to the last rank of this machine at the start of a backward pass that reduces gradients."""
 

@@ -98,7 +98,7 @@ def record_of(log: Json, *, command: Sequence[str], **outside: Any) -> ProbeReco
     step_ms = sum(s.ms for s in clean) / n
     phases = {name: sum(s.phases[i] for s in clean) / n for i, name in enumerate(PHASES) if i != PROBE}
     distributed = _distributed(log, totals, n)
-    if distributed is not None and distributed.waits_ms is not None:  # the reducer waits within the backward pass
+    if distributed is not None and distributed.waits_ms is not None:  # gradients are exchanged within the backward pass
         waits = min(distributed.waits_ms * distributed.reductions, phases["backward"])
         phases["backward"] -= waits
         phases["communication"] += waits

@@ -22,8 +22,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 FILES = "files.json"
-CREATED = "made.txt"
-"""File of the paths that a guarded script made, a JSON string per line."""
+CREATED = "made.txt"  # as in trimtab.probe.inside.plan: this file needs the standard library only
 MEMORY_CHECK_EVERY = 10
 """Turns of 20 ms between two checks of the free memory."""
 FILE_SYSTEMS = {

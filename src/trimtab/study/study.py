@@ -184,8 +184,8 @@ class Study:
         """Ask, evaluate and tell until the search ends, until ``deadline`` (``time.monotonic``), or for ``most`` new trials.
 
         Once a trial beats the original, the last ``reserve()`` seconds are kept for its confirmation. The first form without
-        loss of a runtime may take the share :data:`LENT` of them: it may be several times as fast. It ends early where other
-        runtimes, or the confirmation, need the time.
+        loss of a runtime may take the share :data:`LENT` of them: it may be several times as fast. Where other runtimes or the
+        confirmation need time, it ends after half of what is left.
         """
         new, self._end, self._left_out = 0, deadline, []
         if self.task.mode == "infer" and all(trial.recipe != self.baseline for trial in self._trials):

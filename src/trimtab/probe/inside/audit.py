@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from trimtab.probe.inside.hooks import replace
-from trimtab.probe.inside.plan import PLAN
+from trimtab.probe.inside.plan import CREATED, PLAN
 from trimtab.probe.inside.sites import FOLDER, here
 
 writes: dict[str, None] = {}
@@ -78,35 +80,59 @@ def watch() -> None:
     sys.addaudithook(_hook)
 
 
+_NEW = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
+"""Events -> place of the path that is made."""
+
+
+def _touched(event: str, arguments: tuple[Any, ...]) -> tuple[list[str], str | None]:
+    """The paths that an event changes if they exist, and the one that it makes."""
+    if event == "open":
+        path, mode, flags = _written(event, arguments), arguments[1], arguments[2]
+        makes = any(letter in mode for letter in "wax") if isinstance(mode, str) else bool((flags or 0) & os.O_CREAT)
+        return [path] if path else [], path if makes else None
+    places = {found[event] for found in (_REMOVING, _NEW) if event in found}
+    changed = [_path(arguments[place]) for place in places]
+    new = _path(arguments[_NEW[event]]) if event in _NEW else None
+    return [path for path in changed if path is not None and event != "os.mkdir"], new
+
+
+def _made_by_another_run(path: str) -> bool:
+    """Whether one of trimtab's own runs of the script, which may be under way beside this one, has made ``path``."""
+    scratch = os.path.dirname(os.path.abspath(PLAN.get("out") or "."))
+    for name in glob.glob(os.path.join(os.path.dirname(scratch), "trimtab-probe-*", "out", CREATED)):
+        with contextlib.suppress(OSError), open(name, encoding="utf-8") as file:
+            if f"{json.dumps(path)}\n" in file:
+                return True
+    return False
+
+
 def guard() -> None:
-    """Protect the files of a script that runs in place: ``torch.save`` writes nothing, created files are recorded, and a write
-    to a file that existed before ends the process. Temporary files are exempt."""
+    """Protect the files of a script that runs in place: ``torch.save`` writes nothing, created files are recorded, and a change
+    of a file that existed before ends the process. Temporary files are exempt."""
     ours: set[str] = set()
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
     out = PLAN.get("out") or "."
 
+    def exempt(path: str) -> bool:
+        return os.path.realpath(path).startswith(temporary) and not FOLDER.startswith(temporary)
+
     def made(path: str) -> None:
-        ours.add(os.path.abspath(path))
-        with open(os.path.join(out, "made.txt"), "a", encoding="utf-8") as file:
-            file.write(json.dumps(os.path.abspath(path)) + "\n")
+        ours.add(path)
+        with open(os.path.join(out, CREATED), "a", encoding="utf-8") as file:
+            file.write(json.dumps(path) + "\n")
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" and event not in _REMOVING:
+        if event != "open" and event not in _REMOVING and event not in _NEW:
             return
-        path = _written(event, arguments)
-        if event == "os.rename" and path is not None:
-            path = os.fsdecode(arguments[1])
-        if path is None or os.path.abspath(path) in ours:
-            return
-        if os.path.realpath(path).startswith(temporary) and not FOLDER.startswith(temporary):
-            return
-        if os.path.lexists(path):
-            if event != "os.mkdir":
+        changed, new = _touched(event, arguments)
+        for path in changed:
+            where = os.path.abspath(path)
+            if os.path.lexists(path) and not exempt(path) and where not in ours and not _made_by_another_run(where):
                 with open(os.path.join(out, "guarded.json"), "w", encoding="utf-8") as file:
                     json.dump({"path": path, "site": here()}, file)
                 os._exit(90)
-        else:
-            made(path)
+        if new is not None and not os.path.lexists(new) and not exempt(new):
+            made(os.path.abspath(new))
 
     def nothing(original: Any) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

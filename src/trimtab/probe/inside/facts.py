@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -64,7 +65,7 @@ def note_call(module: Any, args: Any, kwargs: Any) -> int:
         modules[id(module)] = known = (len(modules), module)
         if "require_backward_grad_sync" in module.__dict__:
             parallel.append(module)
-            attempt(module._set_ddp_runtime_logging_sample_rate, 1)
+            attempt(lambda: module._set_ddp_runtime_logging_sample_rate(1) if module.device_type == "cpu" else None)
     key = known[0], module.training
     _seen_calls[key] = seen = _seen_calls.get(key, 0) + 1
     if seen < 4 or seen % 16 == 0:
@@ -192,6 +193,7 @@ def stacks() -> list[list[str]]:
 def collect(since: float) -> Json:
     """Facts about all objects of the run; ``since`` is the ``time.time()`` at the end of the warm-up."""
     threads, utils = process.threads(), sys.modules.get("torch._dynamo.utils")
+    metrics = utils.get_compilation_metrics() if utils else []
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
         "threads": threads,
@@ -205,8 +207,8 @@ def collect(since: float) -> Json:
         "distributed": _distributed(),
         "called": {name: calls.flags[name] for name in ("torch.set_num_threads",) if name in calls.flags},
         "graph_breaks": _graph_breaks(),
-        "compile_s": float(sum(sum(times) for times in utils.compilation_time_metrics.values())) if utils else 0.0,
-        "compilations": _compilations(utils, since) if utils else [],
+        "compile_s": sum(getattr(each, "entire_frame_compile_time_s", None) or 0.0 for each in metrics),
+        "compilations": _compilations(metrics, since),
     }
     return found
 
@@ -382,25 +384,30 @@ def _distributed() -> Json | None:
         "kind": kind,
         "find_unused": any(bool(module.find_unused_parameters) for module in wrapped),
         "unused_found": any(p.requires_grad and p.grad is None for module in wrapped for p in module.parameters()),
-        "waits_ms": _waits_ms(wrapped),
+        "waits_ms": statistics.median(_waits_ms) if _waits_ms else None,
     }
 
 
-def _waits_ms(wrapped: list[Any]) -> float | None:
-    """Mean ms per backward pass in which ``DistributedDataParallel`` only waits, as its own timers have them."""
+_waits_ms: list[float] = []
+
+
+def note_waits() -> None:
+    """Record how long the last backward pass only exchanged gradients, as ``DistributedDataParallel`` itself timed it; on a GPU
+    its timers are of the device, and are not read. Of several such modules a backward pass reduces one."""
     found = []
-    for module in wrapped:
-        data, _ = attempt(module._get_ddp_logging_data)
-        spent, hidden = (data or {}).get("avg_backward_comm_time"), (data or {}).get("avg_backward_compute_comm_overlap_time")
+    for module in parallel:
+        data, _ = attempt(lambda module=module: module._get_ddp_logging_data() if module.device_type == "cpu" else {})
+        spent, hidden = (data or {}).get("backward_comm_time"), (data or {}).get("backward_compute_comm_overlap_time")
         if spent is not None and hidden is not None:
             found.append(max(0, spent - hidden) / 1e6)
-    return sum(found) if found else None
+    if found:
+        _waits_ms.append(sum(found) / len(found))
 
 
-def _compilations(utils: Any, since: float) -> list[Json]:
+def _compilations(metrics: list[Any], since: float) -> list[Json]:
     """Compilations after ``since``, in seconds of ``time.time()``, by function."""
     found: dict[str, Json] = {}
-    for each in utils.get_compilation_metrics():
+    for each in metrics:
         started = (getattr(each, "start_time_us", None) or 0) / 1e6 or getattr(each, "start_time", None) or 0.0
         if started < since or not getattr(each, "co_filename", None):
             continue

@@ -27,6 +27,8 @@ from typing import Any
 
 PLAN: dict[str, Any] = json.loads(os.environ.get("TRIMTAB_PLAN") or "{}")
 
+CREATED = "made.txt"
+"""File in ``PLAN["out"]`` of the paths that a guarded script makes, a JSON string per line."""
 READING = "reading.jsonl"
 """File in ``PLAN["out"]`` for the records of loader workers."""
 

@@ -119,6 +119,7 @@ def _backward(tensors: Any) -> None:
         facts.note_anomaly_mode()
     if facts.parallel and facts.reduces_gradients():
         clock.add(("reduce",), 0)
+        facts.note_waits()
         _arrivals.append(time.perf_counter_ns())
 
 

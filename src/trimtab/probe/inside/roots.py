@@ -33,7 +33,8 @@ after: list[Callable[[Any], None]] = []
 _classes: set[type] = set()
 _inside = False
 _scans = 0
-_module_call = torch.nn.Module.__call__
+_seen: set[int] = set()
+"""Ids of all modules that the scans found."""
 
 
 def _watch(cls: type) -> None:
@@ -75,8 +76,8 @@ def scan() -> None:
     """Find the roots among all living modules. Earlier roots stay."""
     global _scans
     _scans += 1
-    torch.nn.Module.__call__ = _module_call  # type: ignore[method-assign]
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    _seen.update(map(id, found))
     parts = {id(part) for module in found for part in module.__dict__.get("_modules", {}).values() if part is not None}
     for module in found:
         if id(module) not in parts:
@@ -130,17 +131,20 @@ def _install() -> None:
 
 
 def _scan_at_first_call() -> None:
-    """Scan before the first call of a module, for scripts without a loader and a backward pass."""
+    """Scan before a module is called that no scan has seen, until a root is called: for scripts without a loader and a backward
+    pass."""
 
-    def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def before(module: Any, inputs: Any) -> None:
         if is_compiling() or get_ident() != MAIN:
-            return _module_call(self, *args, **kwargs)
-        clock.enter(clock.PROBE)
-        scan()
-        clock.leave()
-        return self(*args, **kwargs)
+            return
+        if called or _scans >= MOST_SCANS:
+            handle.remove()
+        elif id(module) not in _seen:
+            clock.enter(clock.PROBE)
+            scan()
+            clock.leave()
 
-    torch.nn.Module.__call__ = first  # type: ignore[method-assign]
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
 
 
 def around_calls(wrapper: Wrapper) -> None:

@@ -146,11 +146,12 @@ def short_path(path: str) -> str:
 
 
 def sources() -> list[str]:
-    """The script's own files among those that this process has imported, as :func:`short_path` names them."""
+    """The script's own files among those that this process has imported, as :func:`short_path` names them: those below its
+    folder or the current one, without installed packages."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     paths = {path for path in files if isinstance(path, str) and path.endswith(".py") and os.path.isabs(path)}
-    own = {path for path in paths if is_script_file(path)}
-    return sorted(map(short_path, own))
+    below = (FOLDER, os.path.join(os.getcwd(), ""))
+    return sorted(short_path(path) for path in paths if path.startswith(below) and not path.startswith(_LIBRARIES))
 
 
 def texts() -> dict[str, str]:

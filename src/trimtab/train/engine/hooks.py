@@ -15,7 +15,7 @@ POINTS = {
     "epoch_end": "(trainer), after the last update of each epoch, before its validation",
     "before_backward": "(trainer, loss), before the backward pass of each micro-batch",
     "after_backward": "(trainer), once per update, or per run.step of each optimizer: the mean's gradients, before clipping",
-    "before_step": "(trainer), before the optimizer's step: gradients are clipped and checked",
+    "before_step": "(trainer), before the optimizer's step: gradients are clipped and checked, unless a closure makes them",
     "after_step": "(trainer), after it",
 }
 """By the name of a hook: its arguments, and when it is called."""
