@@ -254,10 +254,11 @@ def _error(want: torch.Tensor, have: torch.Tensor) -> float:
 
 
 def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
-    """The calibration inputs in sizes that ``signature`` allows. If the batch is frozen, larger batches are split.
+    """The calibration inputs in sizes that ``signature`` allows, without those with an empty tensor, which has no range. If the
+    batch is frozen, larger batches are split.
 
     Raises:
-        CompileError: no calibration input fits.
+        CompileError: no calibration input fits, or each has an empty tensor.
     """
     rows = [list(row) for row in candidate.flat_calibration()]
     if signature.dims != candidate.signature.dims:
@@ -266,7 +267,13 @@ def calibration_rows(candidate: Candidate, signature: Signature) -> list[Row]:
     fitting = [row for row in rows if signature.fits(row)]
     if not fitting:
         raise CompileError(f"No calibration input fits {signature.describe()}. Give calibration inputs of these sizes.")
-    return fitting
+    if not (filled := [row for row in fitting if all(leaf.numel() for leaf in row)]):
+        empty = next(spec.name for spec, leaf in zip(signature.inputs, fitting[0], strict=True) if not leaf.numel())
+        raise CompileError(
+            f"Static int8 takes the ranges of activations from the calibration inputs, and in each of them a tensor is empty, "
+            f"as {empty!r} in the first. Give calibration inputs in which no tensor has a size of 0."
+        )
+    return filled
 
 
 def _pieces(row: Row, candidate: Candidate, lost: Sequence[str]) -> Iterator[Row]:
