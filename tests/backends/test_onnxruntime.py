@@ -14,7 +14,7 @@ from torch import nn
 
 from trimtab.backends.common import causes, onnx_export, onnx_int8
 from trimtab.backends.common import scratch as _scratch
-from trimtab.backends.common.foreign import calibration_rows, no_numpy_form, wrong_graph
+from trimtab.backends.common.foreign import calibration_rows, convert, no_numpy_form, wrong_graph
 from trimtab.backends.common.io_names import plain_names
 from trimtab.backends.common.process_lock import quiet
 from trimtab.core.backend import BACKENDS
@@ -525,3 +525,75 @@ def test_a_transposed_convolution_in_groups_keeps_channels_of_every_size_in_int8
             wanted = torch.cat([model(each) for each in images[16:]])
         errors = torch.cat([executable(each) for each in images[16:]]) - wanted
         assert (errors.std((0, 2, 3)) / wanted.std((0, 2, 3))).max() < 0.05
+
+
+class OneBias(nn.Module):
+    """A product whose bias is one number for all channels: ONNX Runtime's quantizer takes a bias per channel or none there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight, self.bias = nn.Linear(8, 16), nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, self.first(x).relu(), self.weight)
+
+
+def test_weights_get_one_scale_each_where_the_quantizer_fails_with_one_per_channel(tmp_path) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(32, 8, 8)
+    calibration = [((each,), {}) for each in rows]
+    candidate = Candidate.of(OneBias().eval(), (rows[0],), calibration=calibration, scratch=tmp_path)
+    told = (
+        "Each quantized weight has one scale, because the quantizer fails with one per channel: IndexError in "
+        "_adjust_weight_scale_for_int32_bias of onnxruntime.quantization.qdq_quantizer."
+    )
+    for _ in range(2):  # the second takes the files of the first
+        executable = OnnxRuntime(precision="int8_static").compile(candidate)
+        assert told in executable.notes
+        assert "int8: 2 Gemm; float: none." in executable.notes
+        assert cosine(candidate, executable) > 0.99
+
+
+def test_a_quantizer_that_fails_in_every_way_is_told_in_its_own_words(monkeypatch) -> None:
+    def failing(*args, per_channel, **options):
+        raise ValueError("No weight is constant" if per_channel else "operands could not be broadcast")
+
+    monkeypatch.setattr(onnx_int8, "quantize_dynamic", failing)
+    with pytest.raises(
+        CompileError, match=r"^ONNX Runtime cannot quantize this model \(int8_dynamic\): .*: No weight is constant"
+    ):
+        OnnxRuntime(precision="int8_dynamic").compile(small())
+
+
+def test_the_reason_of_several_attempts_is_said_once(tmp_path) -> None:
+    def attempt(method, candidate):
+        raise CompileError("it has no rule for Spiral.")
+
+    with pytest.raises(CompileError) as raised:
+        convert(small(), tmp_path, ("traced", "exported"), attempt, "The runtime cannot convert this model.")
+    ways = "traced, dynamic sizes and exported, dynamic sizes and traced and exported"
+    assert str(raised.value) == f"The runtime cannot convert this model. {ways}: it has no rule for Spiral."
+
+
+def test_calibration_inputs_with_an_empty_tensor_are_left_out() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 8)
+
+        def forward(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+            return self.layer(torch.cat([past, x]))
+
+    def call(length: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(3, 4), torch.randn(length, 4)
+
+    def candidate(*lengths: int) -> Candidate:
+        calibration = [(call(length), {}) for length in lengths]
+        return Candidate.of(Cached().eval(), call(5), dynamic={"past": {0: Dim("length", min=0)}}, calibration=calibration)
+
+    some = candidate(0, 5, 0, 7)
+    assert [len(row[1]) for row in calibration_rows(some, some.signature)] == [5, 7]
+    executable = OnnxRuntime(precision="int8_static").compile(some)
+    assert cosine(some, executable) > 0.99
+    with pytest.raises(CompileError, match="in each of them a tensor is empty, as 'past' in the first"):
+        OnnxRuntime(precision="int8_static").compile(candidate(0, 0))

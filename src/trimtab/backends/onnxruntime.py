@@ -224,7 +224,7 @@ class OnnxRuntime(Backend):
         graph = returning_writes(candidate)
         name = f"onnx-{fingerprint(graph, onnxruntime.__version__)}"
         with shared_folder(candidate, name, lambda base: export_onnx(graph, base, self._open_run)) as base:
-            facts = read_conversion(base)
+            facts, per_tensor = read_conversion(base), list[str]()
             signature = candidate.keeping(facts.dims).signature
             if self.precision == "f32":
                 copy_files(base, model_files(base), folder, link=True)
@@ -236,10 +236,11 @@ class OnnxRuntime(Backend):
                     candidate, f"{name}-{made}", lambda t: self._quantize(rows, signature, base, t, excluded)
                 ) as quantized:
                     copy_files(quantized, model_files(quantized), folder, link=True)
+                    per_tensor = int8.per_tensor_note(quantized)
         session, unoptimized = open_model(folder, threads=candidate.settings.threads, spinning=self.spinning)
         executable = OnnxExecutable(session, signature, candidate.settings, folder, owned)
         executable.notes += [unoptimized] if unoptimized else []
-        executable.notes += [*_notes(candidate, signature, facts), *float_layers.note(kept)]
+        executable.notes += [*_notes(candidate, signature, facts), *float_layers.note(kept), *per_tensor]
         if self.precision != "f32" or is_quantized(candidate.model):
             executable.notes += int8.coverage(folder / MODEL)
         return executable
@@ -274,30 +275,49 @@ def load(folder, threads):
     def _quantize(
         self, rows: Sequence[Row], signature: Signature, base: pathlib.Path, folder: pathlib.Path, excluded: Sequence[str]
     ) -> None:
-        onnx = require("onnx")
+        """Write the int8 model into ``folder``: with one scale per channel of a weight or, if that fails, one per weight."""
         names = io_names(signature)[0]
-        prepared, target = folder / "prepared.onnx", folder / MODEL
-        try:
-            int8.prepare(base / MODEL, prepared)
-            if self.precision == "int8_dynamic":
-                int8.quantize_dynamic(prepared, target, self.operators, excluded)
-            else:
-                known = {item.name for item in onnx.load(prepared, load_external_data=False).graph.input}
-                calibration = int8.Calibration(rows, names, known)
-                int8.quantize_static(
-                    prepared,
-                    target,
-                    self.operators,
-                    calibration,
-                    ranges=self.ranges,
-                    form=self.form,
-                    full=self.full_range,
-                    excluded=excluded,
-                )
-            write_metadata(target, names, weight_bits=int8.weight_bits(self.full_range))
-        except (*CONVERSION_ERRORS, *runtime_errors()) as error:
-            raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(error)}.") from error
+        failure: str | None = None
+        for per_channel in (True, False):
+            try:
+                self._quantize_weights(rows, names, base, folder, excluded, per_channel)
+                write_metadata(folder / MODEL, names, weight_bits=int8.weight_bits(self.full_range))
+                break
+            except (*CONVERSION_ERRORS, *runtime_errors()) as error:
+                if failure is not None:
+                    raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {failure}.") from error
+                failure = first_line(error)
+                int8.remove_prepared(folder, whole=True)
         int8.remove_prepared(folder)
+        if failure is not None:
+            (folder / int8.PER_TENSOR).write_text(failure, encoding="utf-8")
+
+    def _quantize_weights(
+        self,
+        rows: Sequence[Row],
+        names: Sequence[str],
+        base: pathlib.Path,
+        folder: pathlib.Path,
+        excluded: Sequence[str],
+        per_channel: bool,
+    ) -> None:
+        prepared, target = folder / "prepared.onnx", folder / MODEL
+        int8.prepare(base / MODEL, prepared)
+        if self.precision == "int8_dynamic":
+            int8.quantize_dynamic(prepared, target, self.operators, excluded, per_channel=per_channel)
+            return
+        known = {item.name for item in require("onnx").load(prepared, load_external_data=False).graph.input}
+        int8.quantize_static(
+            prepared,
+            target,
+            self.operators,
+            int8.Calibration(rows, names, known),
+            ranges=self.ranges,
+            form=self.form,
+            full=self.full_range,
+            excluded=excluded,
+            per_channel=per_channel,
+        )
 
     def _open_run(self, folder: pathlib.Path, signature: Signature) -> Run:
         session = open_model(folder, threads=None, spinning=self.spinning)[0]

@@ -20,6 +20,8 @@ Ranges = Literal["minmax", "percentile", "entropy"]
 Form = Literal["qdq", "qoperator"]
 SATURATING = "8, saturating"
 """Metadata of a file whose 8-bit weights were judged with sums that saturate, as on the CPU that it was made on."""
+PER_TENSOR = "per_tensor.txt"
+"""File beside a model whose weights have one scale each: why they have none per channel."""
 
 
 def weight_bits(full: bool) -> str:
@@ -121,8 +123,16 @@ def copy_used_outputs(graph: Any) -> None:
     graph.node.extend(helper.make_node("Identity", [f"{name}.inner"], [name], f"{name}.copy") for name in sorted(outputs))
 
 
-def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Operators, excluded: Sequence[str] = ()) -> None:
-    """Quantize matrix products and LSTMs except the nodes ``excluded``: weights to int8 now, activations at run time.
+def quantize_dynamic(
+    prepared: pathlib.Path,
+    target: pathlib.Path,
+    operators: Operators,
+    excluded: Sequence[str] = (),
+    *,
+    per_channel: bool = True,
+) -> None:
+    """Quantize matrix products and LSTMs except the nodes ``excluded``: weights to int8 now, activations at run time. Weights
+    get one scale per channel, or per tensor.
 
     ``auto`` skips convolutions, because ONNX Runtime has no kernel for them with signed weights.
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
@@ -135,7 +145,7 @@ def quantize_dynamic(prepared: pathlib.Path, target: pathlib.Path, operators: Op
             str(target),
             op_types_to_quantize=kinds,
             nodes_to_exclude=[*excluded, *(f"{name}_MatMul" for name in excluded)],  # so it renames Gemm nodes first
-            per_channel=True,
+            per_channel=per_channel,
             reduce_range=not environment.has_vnni(),
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=prepared.with_name(prepared.name + ".data").is_file(),
@@ -152,9 +162,10 @@ def quantize_static(
     form: Form = "qdq",
     full: bool = False,
     excluded: Sequence[str] = (),
+    per_channel: bool = True,
 ) -> None:
-    """Quantize weights and activations to int8 with ranges from calibration data, and one scale per weight channel. The nodes
-    ``excluded`` and those of :func:`grouped_transposed` stay float.
+    """Quantize weights and activations to int8 with ranges from calibration data, and one scale per channel of a weight, or per
+    weight. The nodes ``excluded`` and those of :func:`grouped_transposed` stay float.
 
     Without VNNI, weights have 7 bits unless ``full``. Activations are unsigned: with int8 activations a CNN ran at 0.3 to 0.5
     times the speed of float32 without VNNI. On one such CPU (AMD Zen 3, digits) the form QOperator was as fast as QDQ, which
@@ -178,7 +189,7 @@ def quantize_static(
                 "percentile": quantization.CalibrationMethod.Percentile,
                 "entropy": quantization.CalibrationMethod.Entropy,
             }[ranges],
-            per_channel=True,
+            per_channel=per_channel,
             reduce_range=weight_bits(full) == "7",
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
@@ -310,8 +321,16 @@ def _counted(counter: collections.Counter[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counter.most_common()) or "none"
 
 
-def remove_prepared(folder: pathlib.Path) -> None:
-    """Delete intermediate files of the quantizers from ``folder``."""
+def remove_prepared(folder: pathlib.Path, *, whole: bool = False) -> None:
+    """Delete intermediate files of the quantizers from ``folder``, and the model too if ``whole``."""
     for path in folder.iterdir():
-        if path.name not in (MODEL, DATA):
+        if whole or path.name not in (MODEL, DATA):
             path.unlink()
+
+
+def per_tensor_note(folder: pathlib.Path) -> list[str]:
+    """A sentence about weights of the model in ``folder`` that have no scale per channel."""
+    if not (path := folder / PER_TENSOR).exists():
+        return []
+    reason = path.read_text(encoding="utf-8")
+    return [f"Each quantized weight has one scale, because the quantizer fails with one per channel: {reason}."]
