@@ -17,6 +17,7 @@ from trimtab.backends.aoti import Aoti
 from trimtab.backends.common.exported_program import disagreement, export_program, export_static, program_call, verified
 from trimtab.backends.common.other_sizes import other_size
 from trimtab.backends.common.scratch import fingerprint
+from trimtab.backends.common.torchscript import save_script
 from trimtab.backends.eager import Eager
 from trimtab.backends.inductor import Inductor
 from trimtab.backends.onnxruntime import OnnxRuntime
@@ -122,6 +123,31 @@ def test_torchscript_runs_the_frozen_module_where_the_optimized_one_fails(tmp_pa
         torch.testing.assert_close(executable(images), wanted)
         torch.testing.assert_close(loaded(images), wanted)
         torch.testing.assert_close(run([images.numpy()])[0], wanted)
+
+
+def test_torchscript_falls_back_where_the_optimized_module_raises_when_it_is_called(tmp_path: pathlib.Path) -> None:
+    """As on a machine on which only ``optimize_for_inference`` fails, and at some sizes only."""
+    torch.manual_seed(0)
+    dims = {"images": {0: Dim("batch"), 2: Dim("height", min=12), 3: Dim("width", min=12)}}
+    candidate = Candidate.of(Pooled().eval(), (torch.randn(1, 3, 20, 20),), dynamic=dims)
+    source = torch.jit.trace(candidate.flat(), candidate.args)
+    save_script(source, tmp_path)
+    loaded = TorchScript().load(tmp_path, candidate.signature, candidate.settings)
+    script: dict[str, Any] = {}
+    exec(TorchScript().script(), script)  # noqa: S102 - as run.py of an artifact holds it
+    run = script["load"](str(tmp_path), 0)
+    for images in (torch.randn(1, 3, 20, 20), torch.randn(3, 3, 19, 27), torch.randn(1, 3, 20, 20)):
+        with torch.no_grad():
+            wanted = candidate.model(images)
+        torch.testing.assert_close(loaded(images), wanted)
+        torch.testing.assert_close(run([images.numpy()])[0], wanted)
+    (note,) = loaded.notes
+    assert note.startswith(
+        "The frozen module runs as it is, because torch.jit.optimize_for_inference raises RuntimeError: input size"
+    )
+    assert "The following operation failed" not in note
+    with pytest.raises(RuntimeError):
+        loaded.run([torch.randn(1, 5, 20, 20)])
 
 
 def test_torchscript_compiles_the_source_where_a_trace_is_not_safe() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,30 +19,45 @@ from trimtab.core.backend import Backend, Executable
 from trimtab.core.candidate import Candidate
 from trimtab.core.settings import Settings
 from trimtab.core.signature import Signature
-from trimtab.errors import CompileError
+from trimtab.errors import CompileError, IntegrityError
 
 FROZEN = "frozen.pt"
 """File of a module that runs without ``optimize_for_inference``; a module in ``script.pt`` is optimized when it is loaded."""
 UNOPTIMIZED = "The frozen module runs as it is, because torch.jit.optimize_for_inference {}."
 WARM_UP = 3
 """Calls until TorchScript's profiling executor has specialized the graph."""
+_PLAIN_ERRORS: tuple[type[Exception], ...] = (*EXPORT_ERRORS, CompileError, IntegrityError, OSError)
+"""Errors of making the frozen module once more, and of calling it."""
 
 
 class TorchScriptExecutable(Executable):
-    """A frozen script module, optimized for inference."""
+    """A frozen script module, optimized for inference.
 
-    def __init__(self, module: Any, source: Any, signature: Signature, settings: Settings, *, optimized: bool = True) -> None:
+    ``plain`` makes the module without that optimization. It takes the place of ``module`` once that raises an error on inputs
+    that it takes.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        source: Any,
+        signature: Signature,
+        settings: Settings,
+        *,
+        plain: Callable[[], Any] | None = None,
+    ) -> None:
         super().__init__(signature, settings)
-        self._module = module
-        self._source = source
-        self._optimized = optimized
-        self._held, self._has_control_flow = held_addresses(module), has_control_flow(module)
-        self._held_outputs: tuple[int, ...] | None = None
+        self._source, self._plain = source, plain
         self._channels_last = settings.memory_format == "channels_last"
+        self._held_outputs: tuple[int, ...] | None = None
+        self._use(module)
 
     def run(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():  # not inference mode: callers could not modify the outputs, and copies cost more than it saves
-            outputs: Sequence[torch.Tensor] = self._module(*leaves)
+            try:
+                outputs: Sequence[torch.Tensor] = self._module(*leaves)
+            except EXPORT_ERRORS as error:
+                outputs = self._run_plain(leaves, error)
             if self._held_outputs is None or self._has_control_flow:
                 self._held_outputs = held_outputs(outputs, self._held)
             outputs = with_copies(outputs, self._held_outputs)
@@ -52,7 +67,27 @@ class TorchScriptExecutable(Executable):
         """Write the frozen module without the optimizations for this machine, which could be saved but not loaded."""
         if self._source is None:
             raise CompileError("This executable was loaded from files; copy those.")
-        return save_script(self._source, folder, SCRIPT if self._optimized else FROZEN)
+        return save_script(self._source, folder, FROZEN if self._plain is None else SCRIPT)
+
+    def _use(self, module: Any) -> None:
+        self._module = module
+        self._held, self._has_control_flow = held_addresses(module), has_control_flow(module)
+        self._held_outputs = None
+
+    def _run_plain(self, leaves: Sequence[torch.Tensor], error: Exception) -> Sequence[torch.Tensor]:
+        """The outputs of the module without the optimization, on which ``error`` was raised. Raises ``error`` if that module
+        raises too, or if inputs may be modified by now."""
+        if self._plain is None or self.signature.writes:
+            raise error
+        try:
+            module = self._plain()
+            outputs: Sequence[torch.Tensor] = module(*leaves)
+        except _PLAIN_ERRORS:
+            raise error from None
+        self._plain = None
+        self._use(module)
+        self.notes.append(UNOPTIMIZED.format(f"raises {first_line(error)}"))
+        return outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +106,8 @@ class TorchScript(Backend):
         """Trace or script a copy, and run it until TorchScript has specialized it."""
         source, notes = trace_or_script(candidate)
         module, signature, reason = _fastest(candidate, source)
-        executable = TorchScriptExecutable(module, source, signature, candidate.settings, optimized=reason is None)
+        plain = (lambda: frozen(source)) if reason is None else None
+        executable = TorchScriptExecutable(module, source, signature, candidate.settings, plain=plain)
         executable.notes += notes + ([UNOPTIMIZED.format(reason)] if reason else [])
         if lost := lost_dims(candidate.signature, signature):
             executable.notes.append(f"Built for the example's {', '.join(lost)} only, because it is not right for others.")
@@ -83,8 +119,15 @@ class TorchScript(Backend):
         """Load the frozen module. ``script.pt`` is optimized for this machine, ``frozen.pt`` runs as it is."""
         if (folder / FROZEN).exists():
             return TorchScriptExecutable(load_script(folder, FROZEN), None, signature, settings)
+        before = _file_state(folder / SCRIPT)
+
+        def plain() -> Any:
+            if _file_state(folder / SCRIPT) != before:
+                raise IntegrityError(f"{folder / SCRIPT} was changed after it was loaded.")
+            return load_script(folder)
+
         try:
-            return TorchScriptExecutable(_optimized(load_script(folder)), None, signature, settings)
+            return TorchScriptExecutable(_optimized(load_script(folder)), None, signature, settings, plain=plain)
         except EXPORT_ERRORS as error:  # the pass depends on the machine
             executable = TorchScriptExecutable(load_script(folder), None, signature, settings)
             executable.notes.append(UNOPTIMIZED.format(f"raises {first_line(error)}"))
@@ -96,11 +139,25 @@ def load(folder, threads):
     import os, torch
     torch.set_num_threads(threads or torch.get_num_threads())
     frozen = f"{folder}/frozen.pt"  # there, where torch.jit.optimize_for_inference fails on the model
-    optimize = torch.jit.optimize_for_inference
-    model = torch.jit.load(frozen) if os.path.exists(frozen) else optimize(torch.jit.load(f"{folder}/script.pt"))
+    plain = os.path.exists(frozen)
+    model = torch.jit.load(frozen if plain else f"{folder}/script.pt")
     def call(arrays):
+        nonlocal model, plain
+        inputs = [torch.as_tensor(array, device="cpu") for array in arrays]
         with torch.no_grad():
-            return model(*(torch.as_tensor(array, device="cpu") for array in arrays))
+            try:
+                return model(*inputs)
+            except RuntimeError:  # it may fail on some machines and at some sizes only, where the plain model works
+                if plain:
+                    raise
+                other = torch.jit.load(f"{folder}/script.pt")
+                outputs = other(*inputs)
+                model, plain = other, True
+                return outputs
+    try:
+        model = model if plain else torch.jit.optimize_for_inference(model)
+    except RuntimeError:
+        model, plain = torch.jit.load(f"{folder}/script.pt"), True
     return call
 """
 
@@ -131,3 +188,9 @@ def _fastest(candidate: Candidate, source: torch.jit.ScriptModule) -> tuple[Any,
 def _optimized(module: Any) -> Any:
     with SHARED, warnings.catch_warnings(action="ignore"):
         return torch.jit.optimize_for_inference(module)
+
+
+def _file_state(path: pathlib.Path) -> tuple[int, int, int]:
+    """What changes when the file is written anew."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
