@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from trimtab._internal.text import counted, of_type, summary_line
+from trimtab._internal.text import counted, message_line, of_type, summary_line
 from trimtab._internal.user_code import user_code
 from trimtab.backends.torchscript import TorchScript
 from trimtab.core.candidate import Candidate
 from trimtab.errors import WorkloadError
-from trimtab.evaluation.evaluate import save
+from trimtab.evaluation.evaluate import describe, save
 
 
 class Swish(torch.autograd.Function):
@@ -101,3 +101,16 @@ def test_what_a_worker_of_a_loader_raised_is_told_as_if_it_had_been_raised_here(
         with pytest.raises(WorkloadError) as failed, user_code("The loader raised"):
             next(iter(DataLoader(Broken(), sampler=[index], num_workers=workers)))
         assert re.fullmatch(rf"The loader raised: {words} \(.*test_error_text\.py, line \d+\)", str(failed.value))
+
+
+def test_every_place_that_tells_an_error_in_one_line_finds_that_of_torchscript() -> None:
+    @torch.jit.script
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    with pytest.raises(RuntimeError) as raised:
+        product(torch.ones(2, 5), torch.ones(6, 3))
+    assert message_line(raised.value) == "mat1 and mat2 shapes cannot be multiplied (2x5 and 6x3)"
+    assert describe(raised.value) == "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 6x3)"
+    assert describe(ValueError(" ")) == "ValueError: no message"
+    assert message_line(ValueError("\n first \nsecond")) == "first"

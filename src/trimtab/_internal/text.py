@@ -24,8 +24,10 @@ def error_text(error: BaseException) -> str:
 
 
 def message_line(error: BaseException) -> str:
-    """The first line of the message of ``error`` that is not blank; its type if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of the message of ``error`` that is not blank, of a TorchScript error that of the original message; the
+    type of ``error`` if there is none."""
+    text = original_message(error_text(error).strip())
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 
 
 def shortened(text: str, most: int = MAX_MESSAGE) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from trimtab._internal.files import out_of_space
 from trimtab._internal.serialization import from_json, write_json
-from trimtab._internal.text import MAX_TRACEBACK, error_text, shortened
+from trimtab._internal.text import MAX_TRACEBACK, error_text, message_line, shortened
 from trimtab._internal.user_code import save_errors
 from trimtab.artifact.padded_batches import PaddedExecutable
 from trimtab.core.backend import Executable
@@ -435,6 +435,5 @@ def load_saved(recipe: Recipe, folder: pathlib.Path) -> Executable:
 
 def describe(error: BaseException) -> str:
     """An exception in one sentence."""
-    text = next((line.strip() for line in error_text(error).splitlines() if line.strip()), "no message")
-    text = shortened(text)
+    text = shortened(message_line(error)) if error_text(error).strip() else "no message"
     return text if isinstance(error, (CompileError, InputError)) else f"{type(error).__name__}: {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from trimtab._internal.text import message_line
 from trimtab._internal.user_code import explaining
 from trimtab.errors import WorkloadError
 
@@ -32,7 +33,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def first_line(error: BaseException) -> str:
     """The first line of the message of ``error``, without a full stop."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    return message_line(error).rstrip(".")
 
 
 def gpu_assert_failed(error: BaseException) -> bool:
