@@ -381,3 +381,10 @@ def test_configurations_of_transformers_that_make_no_sense(tmp_path: pathlib.Pat
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UsageError, match=f"transformers cannot load .*{words}"):
             load_workload(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["net.onnx", "net.pt", "net.pt2"])
+def test_an_empty_model_file_is_said_to_be_empty(name: str, tmp_path: pathlib.Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(IntegrityError, match=rf"{name} is empty: it has 0 bytes\. Copy it again\. Export the model again"):
+        load_workload(tmp_path / name)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimtab._internal.files import path_of
-from trimtab._internal.text import no_file, with_remedy
+from trimtab._internal.text import message_line, no_file, with_remedy
 from trimtab._internal.validation import checked_call
 from trimtab.core.candidate import MODEL_ERRORS
 from trimtab.core.workload import Workload
@@ -83,6 +83,8 @@ def is_python(reference: str) -> bool:
 def _from_file(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:
     if not os.path.isfile(path):  # False for a forbidden folder, where pathlib's is_file raises
         raise no_file(path, "Check the path, or write a workload file to start from: trimtab init.")
+    if not os.path.getsize(path):
+        raise IntegrityError(f"{path} is empty: it has 0 bytes. Copy it again.")
     with _as_integrity_error(path):
         return _workload(path, inputs, shapes)
 
@@ -95,8 +97,8 @@ def _as_integrity_error(path: pathlib.Path) -> Iterator[None]:
     except TrimtabError:
         raise
     except FILE_ERRORS as error:
-        message = next((line.strip() for line in str(error).splitlines() if line.strip()), "no more is known")
-        raise IntegrityError(f"{path} holds no model that can be used: {type(error).__name__}: {message[:300]}") from error
+        message = message_line(error)[:300]
+        raise IntegrityError(f"{path} holds no model that can be used: {type(error).__name__}: {message}") from error
 
 
 def _workload(path: pathlib.Path, inputs: pathlib.Path | None, shapes: Mapping[str, str | Sequence[int]]) -> Workload:

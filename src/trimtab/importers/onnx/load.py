@@ -95,8 +95,6 @@ def read_model(path: str, *, weights: bool = True) -> Any:
     """
     onnx = require("onnx")
     protobuf = require("google.protobuf.message")
-    if os.path.isfile(path) and not os.path.getsize(path):
-        raise IntegrityError(f"{path} is empty: it has 0 bytes. Copy or export the model again.")
     try:
         model = onnx.load(path, load_external_data=False)
         if not model.graph.node or not model.ir_version:
