@@ -603,3 +603,34 @@ def test_a_failure_of_autocast_is_not_blamed_on_the_model(broken: bool) -> None:
     blamed = "fails under precision.autocast='bfloat16': could not create a primitive. Without autocast it runs. Leave that"
     assert (blamed in str(raised.value)) is not broken
     assert "could not create a primitive" in str(raised.value)
+
+
+class NoBackwardKernel(torch.autograd.Function):
+    """Has a forward kernel in 16 bits, and none for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if grad.dtype != torch.float32:
+            raise RuntimeError("could not create a primitive")
+        return 2 * grad
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return NoBackwardKernel.apply(self.layer(x))
+
+
+def test_a_failure_of_autocast_in_the_backward_pass_names_it() -> None:
+    rows = [(torch.randn(8, 4), torch.randint(2, (8,)))]
+    settings = Settings(precision=PrecisionSettings(autocast="bfloat16"))
+    run = Trainer(Doubled(), loss=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, settings=settings)
+    with pytest.raises(WorkloadError, match=r"fails under precision\.autocast='bfloat16': could not create a primitive\."):
+        run.fit(rows, epochs=1)

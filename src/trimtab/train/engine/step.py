@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trimtab._internal.text import summary_line
 from trimtab._internal.user_code import user_code
 from trimtab.core.settings import Settings
-from trimtab.errors import NonFiniteError, WorkloadError
+from trimtab.errors import NonFiniteError
 from trimtab.train.data.micro_batches import MicroBatcher
+from trimtab.train.engine.autocast_errors import explaining_autocast
 from trimtab.train.engine.gradient_scaler import LEAST_SCALE, Scaler
 from trimtab.train.engine.gradients import clip_values, discard, gradients_of, has_zero_weight, zeroed_gradients
 from trimtab.train.engine.hooks import Hooks
@@ -332,7 +332,9 @@ class Step:
     ) -> tuple[torch.Tensor, Weight]:
         """Forward and backward pass of ``batch``, one of ``count``; returns its loss without the graph, and its weight."""
         self.clock.enter("forward")
-        loss, weight = self._forward(batch, weighed=not alone)
+        explained = self._explaining_autocast(batch, parameters)
+        with explained, self.precision():
+            loss, weight = self.world.forward(functools.partial(self.objective, self.model, batch, weighed=not alone))
         nothing = has_zero_weight(weight)
         if alone and (nothing or isinstance(weight, torch.Tensor)):
             loss = self._zero_if_empty(loss, weight)
@@ -342,43 +344,22 @@ class Step:
         if self.hooks is not None:
             self.hooks.call("before_backward", loss)
         scaled = self.scaler.scale(self._weighted(loss, weight, count)) if self._scales_loss or not alone else loss
-        if nothing or not counts:
-            with zeroed_gradients(parameters):
-                scaled.backward()  # type: ignore[no-untyped-call]
-        else:
+        with explained, zeroed_gradients(parameters) if nothing or not counts else NO_OP:
             scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), weight
 
-    def _forward(self, batch: Batch, *, weighed: bool) -> tuple[torch.Tensor, Weight]:
-        """The loss of ``batch`` and its weight.
+    def _explaining_autocast(self, batch: Batch, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        """A block that tells an error that only autocast causes. With several processes there is none, because all of them
+        would have to repeat the passes without autocast."""
+        dtype = self.settings.precision.autocast
+        if dtype is None or self.world.size > 1:
+            return NO_OP
 
-        Raises:
-            WorkloadError: it fails under ``precision.autocast`` and not without.
-        """
-        compute, dtype = functools.partial(self.objective, self.model, batch, weighed=weighed), self.settings.precision.autocast
-        if dtype is None:
-            return self.world.forward(compute)
-        try:
-            with self.precision():
-                return self.world.forward(compute)
-        except RuntimeError as error:
-            if out_of_memory(error) or gpu_assert_failed(error) or not self._runs_in_float32(batch):
-                raise
-            raise WorkloadError(
-                f"The model or its loss fails under precision.autocast={dtype!r}: {summary_line(str(error))}. Without "
-                "autocast it runs. Leave that setting out, or give 'auto', which tries it first."
-            ) from error
+        def without_autocast() -> None:
+            loss, _ = self.objective(self.model, batch, weighed=False)
+            torch.autograd.grad(loss, [each for each in parameters if each.requires_grad], allow_unused=True)
 
-    def _runs_in_float32(self, batch: Batch) -> bool:
-        """Whether the forward pass works without autocast; ``False`` with several processes, which would all have to run it."""
-        if self.world.size > 1:
-            return False
-        try:
-            with torch.no_grad():
-                self.objective(self.model, batch, weighed=False)
-        except (RuntimeError, TypeError, ValueError):
-            return False
-        return True
+        return explaining_autocast(dtype, without_autocast)
 
     def _norm_wanted(self) -> bool:
         """Whether this update computes the norm; a GPU computes all norms in one kernel, but sums one by one."""
