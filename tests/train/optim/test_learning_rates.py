@@ -165,3 +165,15 @@ def test_rates_follow_the_batches_that_an_update_really_has(rule: Literal["linea
     assert summary.updates == 4
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * factor)
     assert any("data.accumulate is 8, and an epoch has 3 batches: no update has more" in note for note in summary.notes)
+
+
+@pytest.mark.parametrize(("rule", "told"), [("linear", True), (None, False)])
+def test_a_last_update_of_fewer_batches_keeps_the_rate_and_is_told(rule: Literal["linear"] | None, told: bool) -> None:
+    rows = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(11)]
+    settings = Settings(data=DataSettings(accumulate=8), optimizer=OptimizerSettings(scale_lr=rule))
+    run = Trainer(nn.Linear(2, 1), loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), settings=settings)
+    summary = run.fit(rows, epochs=2)
+    assert summary.updates == 4
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.08 if told else 0.01)
+    short = "The last update of an epoch has 3 batches and not 8: scale_lr gives it the learning rate of the others."
+    assert (short in summary.notes) is told

@@ -102,6 +102,11 @@ def batches_per_update(context: RunContext, train: Iterable[Any]) -> int:
             f"data.accumulate is {accumulate}, and an epoch has {counted(most, 'batch')}: no update has more, because an "
             "update ends with its epoch. The gradient is the mean over the examples that it has."
         )
+    elif most % accumulate and context.settings.optimizer.scale_lr is not None:
+        context.note_once(
+            f"The last update of an epoch has {counted(most % accumulate, 'batch')} and not {accumulate}: scale_lr gives it "
+            "the learning rate of the others."
+        )
     return min(accumulate, most)
 
 
