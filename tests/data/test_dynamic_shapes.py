@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import trimtab
 from _backends import needs_compiler, reloaded
@@ -170,6 +171,23 @@ def test_data_beyond_the_sizes_that_are_stated_is_refused_by_the_dry_run() -> No
     pairs = [(text, torch.ones(1)) for text in texts]
     labelled = Evaluation(data=pairs, score=lambda output, target: output.mean() - target)
     assert "the first of them item 5" in refused(1, 8, evaluation=labelled)
+    rows = [(text[0], torch.ones(())) for text in texts]
+    for data in (Listed(rows), DataLoader(Listed(rows), shuffle=True)):
+        labelled = Evaluation(data=data, score=lambda output, target: output.mean() - target, batch_size=1)
+        assert "the first of them item 5" in refused(1, 8, evaluation=labelled)
+
+
+class Listed(Dataset[Any]):
+    """A map-style data set of the items of a list."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
 
 
 class Window(nn.Module):

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from trimtab._internal.text import counted
 from trimtab._internal.user_code import BY_HAND, user_code
@@ -22,7 +22,7 @@ from trimtab.core.dynamic_dims import BATCHES, Dims, describe_dims, find_dims, m
 from trimtab.core.signature import Dim, TensorSpec, input_names, parameter_names, require_plain, specs
 from trimtab.core.workload import Workload, as_call
 from trimtab.data.batch_independence import ROUNDING, Judge, RowOutputs
-from trimtab.data.batches import Batch, rows_of
+from trimtab.data.batches import Batch, arrays_to_tensors, rows_of
 from trimtab.data.dynamic_shapes import Specs, specs_of, with_accepted_dims
 from trimtab.data.readers import MOST_CALIBRATION
 from trimtab.data.splits import Splits, split
@@ -37,6 +37,8 @@ RECORDED = 3
 """Items on which ``run`` is recorded to learn how it calls the model, if no calibration data is needed."""
 RESAMPLED = 7
 """Copies of the example with resampled values, used as data if a workload has none."""
+SEARCHED = 10_000
+"""Most items of a data set that are read to name the one that is refused."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ def _check_stated(workload: Workload, candidate: Candidate, splits: Splits) -> N
     """Refuse data of sizes that the workload's ``dynamic`` does not allow: they would fail every trial, or the confirmation.
 
     Raises:
-        UsageError: such data exists; says which sizes, in how many calls, and which item of a list is the first.
+        UsageError: such data exists; says which sizes, in how many calls, and which item is the first.
     """
     signature, data = candidate.signature, [*splits.calibration] if _calibrates(workload) else []
     data += [*splits.selection, *splits.test] if _is_plain(workload) else []
@@ -178,13 +180,17 @@ def _check_stated(workload: Workload, candidate: Candidate, splits: Splits) -> N
 
 
 def _index_of(workload: Workload, shapes: Sequence[torch.Size]) -> int | None:
-    """The place of the first item with inputs of these shapes, where data were given as a list."""
+    """The place of the first item of the data with inputs of these shapes, in the order of a list or of the data set itself.
+    ``shapes`` may be those of a batch, in which an item lacks the first axis."""
     evaluation = workload.evaluation
     for data in (workload.calibration, *(() if evaluation is None else (evaluation.data, evaluation.test))):
-        for index, item in enumerate(data if isinstance(data, (list, tuple)) else ()):
-            with contextlib.suppress(UsageError):  # an item may hold a target that is no nested value of tensors
-                found = [leaf.shape for leaf in flatten(item, "item")[0] if isinstance(leaf, torch.Tensor)]
-                if found[: len(shapes)] == list(shapes):
+        items = data.dataset if isinstance(data, DataLoader) else data
+        for index in range(min(len(items), SEARCHED)) if isinstance(items, Sized) and hasattr(items, "__getitem__") else ():
+            # an item may hold a target that is no nested value of tensors, or may fail where no split has read it
+            with contextlib.suppress(UsageError, WorkloadError), user_code("An item of the data could not be read"):
+                leaves = flatten(arrays_to_tensors(items[index]), "item")[0]
+                found = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)][: len(shapes)]
+                if found == list(shapes) or found == [shape[1:] for shape in shapes]:
                     return index
     return None
 
