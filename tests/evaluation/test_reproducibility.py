@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import shutil
 from typing import Any
@@ -16,9 +17,20 @@ from _labelled import X, Y, top1
 from trimtab.core.capture import Call
 from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import WorkloadError
+from trimtab.evaluation.confirm import judge
+from trimtab.evaluation.evaluate import Plan, build
 from trimtab.evaluation.prepared_workload import Subject, prepare
 from trimtab.evaluation.reference import reference_of
-from trimtab.evaluation.reproducibility import _equal_sums, calibration_differs, check_data, fingerprint, save_sums, sums_of
+from trimtab.evaluation.reproducibility import (
+    TEST,
+    _equal_sums,
+    calibration_differs,
+    check_data,
+    fingerprint,
+    save_sums,
+    saved_test_reference,
+    sums_of,
+)
 from trimtab.execution.jobs.inference import prepare_job, trial_job
 from trimtab.study.samplers.ladder import as_written
 from trimtab.train import MappedTensors
@@ -100,6 +112,12 @@ def test_calibration_and_test_data_may_be_drawn_anew(tmp_path: pathlib.Path) -> 
     check_data(job, second := drawn())
     assert not calibration_differs(job, first)
     assert calibration_differs(job, second), "which is said where something rests on it"
+    reference_of(first.model, first.splits.test, first.workload.evaluation).save(tmp_path / TEST)
+    known = saved_test_reference(job, first)
+    assert known is not None
+    assert known.scores is not None
+    assert known.scores.n == 40
+    assert saved_test_reference(job, second) is None, "the original is run on them"
 
 
 def test_a_trial_asks_for_the_data_of_the_dry_run_before_anything_else(tmp_path: pathlib.Path) -> None:
@@ -123,3 +141,12 @@ def test_a_trial_asks_for_the_data_of_the_dry_run_before_anything_else(tmp_path:
     shutil.rmtree(tmp_path / "prepared")  # as if the data were too large to keep
     with pytest.raises(WorkloadError, match="is other data each time that it is read"):
         trial_job(job, tmp_path)
+
+
+def test_a_winner_is_judged_with_the_reference_of_the_dry_run() -> None:
+    found, recipe = subject(), as_written()
+    executable = build(recipe, found.candidate)[0]
+    known = reference_of(found.model, found.splits.test, found.workload.evaluation)
+    assert judge(recipe, executable, found.candidate, found, Plan(), known).ok
+    other = dataclasses.replace(known, outputs=[[leaf + torch.randn_like(leaf) for leaf in leaves] for leaves in known.outputs])
+    assert "On the test data: 'output' has a" in str(judge(recipe, executable, found.candidate, found, Plan(), other).reason)

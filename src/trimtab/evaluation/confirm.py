@@ -21,7 +21,7 @@ from trimtab.core.recipe import Recipe
 from trimtab.evaluation.evaluate import BUILT, Plan, apply_passes, build, load_saved, own_pids, runner_for, timing_figures
 from trimtab.evaluation.fidelity import output_parity, write_mismatch
 from trimtab.evaluation.prepared_workload import Subject, fresh_inputs
-from trimtab.evaluation.reference import drop, predict, reference_of, score
+from trimtab.evaluation.reference import Reference, drop, predict, reference_of, score
 from trimtab.measure.pairs import compare
 from trimtab.measure.pooled import FEWEST_STARTS, pooled, usual_starts
 from trimtab.measure.timer import Runner
@@ -82,6 +82,7 @@ def confirm(
     earlier: Mapping[str, Sequence[Comparison]] | None = None,
     seen: Sequence[Comparison] = (),
     judged: Confirmation | None = None,
+    reference: Reference | None = None,
 ) -> tuple[Confirmation, Executable]:
     """Measure ``recipe`` from its saved ``files`` against ``rivals`` (``as_written`` and, if there is one, ``tuned``); without
     rivals it is judged and not timed.
@@ -90,11 +91,12 @@ def confirm(
     With ``must_win`` the winner is confirmed only if it is surely faster than the tuned original and not surely slower than as
     written; if memory is the objective, only if it needs less memory than the tuned original. ``earlier`` are comparisons with
     each rival in starts of other processes, which count as much as those timed now. ``judged`` is the result of :func:`judge`
-    in the first of these starts. ``seen`` are the comparisons of the search with the model as written.
+    in the first of these starts. ``seen`` are the comparisons of the search with the model as written. ``reference`` is
+    that of the test data; without it, the original is run.
     """
     figures: dict[str, Any] = {"loaded": (files / BUILT).exists(), **(costs or {})}
     executable, candidate = load(recipe, files, fresh_inputs(subject))
-    found = judged or judge(recipe, executable, candidate, subject, plan)
+    found = judged or judge(recipe, executable, candidate, subject, plan, reference)
     reason = found.reason
     if reason is None and rivals:
         reason = _speed_problem(executable, candidate, subject, rivals, plan, must_win, figures, earlier or {}, seen)
@@ -121,23 +123,39 @@ def _resized(recipe: Recipe, candidate: Candidate) -> Candidate:
     return candidate
 
 
-def judge(recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan) -> Confirmation:
-    """Compare outputs and score on the test data; nothing is timed."""
+def judge(
+    recipe: Recipe,
+    executable: Executable,
+    candidate: Candidate,
+    subject: Subject,
+    plan: Plan,
+    reference: Reference | None = None,
+) -> Confirmation:
+    """Compare outputs and score on the test data with ``reference`` or, without it, those of the original; nothing is timed."""
     figures: dict[str, Any] = {}
-    reason = _quality_problem(recipe, executable, candidate, subject, plan, figures)
+    reference = reference or _test_reference(subject)
+    reason = _quality_problem(recipe, executable, candidate, subject, plan, reference, figures)
     return Confirmation(recipe=recipe, ok=reason is None, reason=reason, **figures)
 
 
-def _quality_problem(
-    recipe: Recipe, executable: Executable, candidate: Candidate, subject: Subject, plan: Plan, figures: dict[str, Any]
-) -> str | None:
-    evaluation, batches, most = subject.workload.evaluation, subject.splits.test, plan.limits.max_error
-
+def _test_reference(subject: Subject) -> Reference:
     def original(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return subject.model(*args, **kwargs)
 
-    reference = reference_of(original, batches, evaluation)
+    return reference_of(original, subject.splits.test, subject.workload.evaluation)
+
+
+def _quality_problem(
+    recipe: Recipe,
+    executable: Executable,
+    candidate: Candidate,
+    subject: Subject,
+    plan: Plan,
+    reference: Reference,
+    figures: dict[str, Any],
+) -> str | None:
+    evaluation, batches, most = subject.workload.evaluation, subject.splits.test, plan.limits.max_error
     full = subject.candidate.signature
     outputs = predict(PaddedExecutable(executable, full), batches, evaluation)
     parity = output_parity(reference, outputs, full, evaluation, exact=recipe.exact, max_error=most)

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from trimtab.data.batches import Batch
 from trimtab.errors import WorkloadError
 from trimtab.evaluation.prepared_workload import Subject
 from trimtab.evaluation.reference import Reference
@@ -26,6 +27,8 @@ from trimtab.tensors.weights import parts, raw
 
 SUMS_FILE = "looks.safetensors"
 """File in the folder of the reference: the sums of inputs and data in the dry run."""
+TEST = "test"
+"""Folder in that of the reference: the reference on the test data."""
 MAX_SUMMED = 1 << 16
 """Maximum values of one tensor that are summed, spread evenly over it: data may be large, and every trial reads it."""
 SUMS = 4
@@ -42,7 +45,9 @@ OTHER_CALIBRATION = (
 
 def save_sums(folder: pathlib.Path, subject: Subject) -> None:
     """Write the sums of inputs and data into ``folder``, for other processes to compare."""
-    seen = {"inputs": sums_of(subject.candidate.leaves), "selection": _selection(subject), "calibration": _calibration(subject)}
+    splits = subject.splits
+    seen = {"inputs": sums_of(subject.candidate.leaves), "selection": _data(splits.selection), "test": _data(splits.test)}
+    seen["calibration"] = _calibration(subject)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(seen, folder / SUMS_FILE)
 
@@ -61,18 +66,24 @@ def check_inputs(job: Mapping[str, Any], leaves: Iterable[torch.Tensor]) -> None
 
 
 def check_data(job: Mapping[str, Any], subject: Subject) -> None:
-    """Compare example inputs and selection data with those of the dry run. Test data may differ between processes, because
-    the process that scores it also runs the original on it.
+    """Compare example inputs and selection data with those of the dry run. Test data may differ between processes: a process
+    with other test data runs the original on it (:func:`saved_test_reference`).
 
     Raises:
         WorkloadError: they differ.
     """
     check_inputs(job, subject.candidate.leaves)
-    if not _equal_sums(_saved_sums(job)["selection"], _selection(subject)):
+    if not _equal_sums(_saved_sums(job)["selection"], _data(subject.splits.selection)):
         raise WorkloadError(
             "The workload's data is other data each time that it is read, so that outputs would be held against those for "
             f"other examples. Seed what draws or orders it ({SEEDS}), sort what comes out of a set, or load it from a file."
         )
+
+
+def saved_test_reference(job: Mapping[str, Any], subject: Subject) -> Reference | None:
+    """The reference of the dry run on the test data; ``None`` if this process has other test data."""
+    alike = _equal_sums(_saved_sums(job)["test"], _data(subject.splits.test))
+    return Reference.load(pathlib.Path(job["reference"]) / TEST) if alike else None
 
 
 def calibration_differs(job: Mapping[str, Any], subject: Subject) -> bool:
@@ -129,8 +140,8 @@ def _saved_sums(job: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return load_file(pathlib.Path(job["reference"]) / SUMS_FILE)
 
 
-def _selection(subject: Subject) -> torch.Tensor:
-    return sums_of((batch.inputs, batch.target) for batch in subject.splits.selection)
+def _data(batches: Iterable[Batch]) -> torch.Tensor:
+    return sums_of((batch.inputs, batch.target) for batch in batches)
 
 
 def _calibration(subject: Subject) -> torch.Tensor:

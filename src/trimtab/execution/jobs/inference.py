@@ -170,6 +170,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         refuse_nan(subject.candidate)
         found = {} if evaluation is None else {name: least_drop(evaluation, *part) for name, part in parts.items()}
     reference.save(pathlib.Path(job["reference"]))
+    parts.get("test", parts["selection"])[0].save(pathlib.Path(job["reference"]) / reproducibility.TEST)
     torch.set_num_threads(threads)
     example = {str(i): leaf.contiguous().clone() for i, leaf in enumerate(subject.candidate.leaves)}
     save_file(example, pathlib.Path(job["reference"]) / EXAMPLE)
@@ -329,7 +330,8 @@ def start_job(job: Job, folder: pathlib.Path) -> Any:
     recipe, source, rivals = _to_confirm(job, subject)
     executable, candidate = load(recipe, source, fresh_inputs(subject))
     begun = time.perf_counter()
-    judged = judge(recipe, executable, candidate, subject, plan) if job["judges"] else None
+    known = reproducibility.saved_test_reference(job, subject) if job["judges"] else None
+    judged = judge(recipe, executable, candidate, subject, plan, known) if job["judges"] else None
     result = {"judged": to_json(judged), "judging_s": time.perf_counter() - begun, "comparisons": {}}
     if judged is None or judged.ok:
         runner = runner_for(executable, candidate, subject, plan.objective)
@@ -343,6 +345,7 @@ def confirm_job(job: Job, folder: pathlib.Path) -> Any:
     recipe, source, rivals = _to_confirm(job, subject)
     plan, asked = from_json(Plan, job["plan"]), {name: job[name] for name in ("must_win", "costs")}
     asked["judged"] = job["judged"] and from_json(Confirmation, job["judged"])
+    asked["reference"] = None if asked["judged"] else reproducibility.saved_test_reference(job, subject)
     earlier = {name: [from_json(Comparison, each) for each in starts] for name, starts in job["earlier"].items()}
     seen = [from_json(Comparison, each) for each in job["seen"]]
     found, executable = confirm(recipe, source, subject, rivals, plan=plan, earlier=earlier, seen=seen, **asked)
