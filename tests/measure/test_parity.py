@@ -445,7 +445,12 @@ def test_a_slice_of_which_nothing_is_left_is_refused_whatever_its_share() -> Non
     assert "has lost 1 of the 39 slices along axis 1" in str(judged(torch.zeros_like(score)).reason)
     assert "has lost 1 of the 39" in str(judged(score.mean() + 1e-3 * (score - score.mean())).reason), "next to constant"
     assert "has lost 1 of the 39" in str(judged(score - 3 * (score - score.mean())).reason), "far off"
+    assert "has lost 1 of the 39" in str(judged(score - 1.5 * (score - score.mean())).reason), "worse than a constant"
     assert judged(score + 0.3 * score.std() * torch.randn_like(score)).ok, "worse than the others, but not lost"
+    reference = reference[:4, :, :3]
+    score = reference[:, 38]
+    assert judged(score - 1.5 * (score - score.mean())).ok, "12 values, which may hardly vary by chance"
+    assert not judged(score - 3 * (score - score.mean())).ok
 
 
 def test_a_slice_of_zeros_but_for_a_few_small_values_may_become_zero() -> None:

@@ -62,7 +62,7 @@ class Evaluation:
     """Held-out data for the final confirmation only. Without it, a part of ``data`` is held out."""
     outputs: Sequence[str] | None = None
     """Names of the floating-point outputs that a lossy recipe must preserve, whatever the score, such as ``("logits",)``. A
-    recipe is refused if the error of one of them is as large as the output's variation, in total or in a tenth of its slices.
+    recipe is refused if the error of one of them is as large as the output's variation, in total or in a slice of it.
     ``None``: all, if the model has several, except outputs with data-dependent sizes and the results of ``run``. ``()``: none,
     only the score counts. Exact recipes must reproduce every output. A name is that of the signature without ``output.``: a
     key, a field or a position such as ``"0"``; a single tensor is ``"output"``."""

@@ -83,7 +83,7 @@ def compare_outputs(
     ``left_out`` counts the others.
 
     ``gated`` names floating-point outputs that must not be lost although a score judges the recipe: the error of such an output
-    must not reach its variation, nor may that of a tenth of its slices. ``None`` means all without data-dependent sizes, if
+    must not reach its variation, nor may a slice be lost. ``None`` means all without data-dependent sizes, if
     there are several floating-point outputs. ``exact`` recipes are compared in all outputs.
     """
     if len(reference) != len(outputs):
@@ -336,8 +336,8 @@ def _judge_slices(
             )
         if not exact and (nothing := destroyed_slices(found)):
             return (
-                f"{name!r} has lost {nothing} {where}: constant where the reference varies, or off by more than twice what it "
-                f"varies by, which the other slices hide. {advice}"
+                f"{name!r} has lost {nothing} {where}: constant where the reference varies, or off by as much as it varies, "
+                f"which the other slices hide. {advice}"
             )
         useless, vary = (0, 0) if exact else useless_slices(found)
         if useless and useless >= MAX_USELESS * vary:

@@ -20,9 +20,10 @@ FLOOR = 1e-5
 MAX_USELESS = 0.1
 """Share of useless slices, among those that vary, from which a lossy recipe is refused. Eight bits lose a few slices that
 hardly vary."""
-CONSTANT, FAR_OFF = 0.01, 2.0
+CONSTANT, FAR_OFF, MANY_VALUES = 0.01, 2.0, 32
 """A slice is lost altogether if its output varies by less than :data:`CONSTANT` of the reference's variation, or if its error
-exceeds :data:`FAR_OFF` times that variation. One such slice refuses a recipe."""
+reaches that variation. The variation of fewer than :data:`MANY_VALUES` values may be small by chance: their error must reach
+:data:`FAR_OFF` times the variation. One lost slice refuses a recipe."""
 MOSTLY_ZERO = 0.5
 """A slice with more than this share of exact zeros in the reference, as after a ReLU, never counts as lost altogether: eight
 bits round its few small values to 0."""
@@ -45,6 +46,8 @@ class Slices:
     """Variation of the values of each slice in the output."""
     zeros: Tensor
     """Share of the reference's values that are exactly 0."""
+    count: Tensor
+    """Number of values of each slice."""
 
 
 def axes_of(shapes: Iterable[Sequence[int]]) -> list[int]:
@@ -74,7 +77,7 @@ def slices_along(values: Iterable[tuple[Tensor, Tensor]], axes: Sequence[int]) -
         count, total, squares, errors, given, given_squares, zeros = sums[:, sums[0] >= MIN_VALUES]
         size = (sums[2].sum() / sums[0].sum().clamp(min=1)).sqrt().clamp(min=torch.finfo(torch.float64).tiny)
         spread, output_spread = _deviation(count, total, squares) / size, _deviation(count, given, given_squares) / size
-        yield Slices(axis, spread, (errors / count).sqrt() / size, output_spread, zeros / count)
+        yield Slices(axis, spread, (errors / count).sqrt() / size, output_spread, zeros / count, count)
 
 
 def _deviation(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
@@ -103,6 +106,9 @@ def useless_slices(found: Slices) -> tuple[int, int]:
 
 
 def destroyed_slices(found: Slices) -> int:
-    """The number of slices that vary in the reference and are lost altogether: constant in the output, or far off."""
+    """The number of slices that vary in the reference and are lost altogether: constant in the output, or off by as much as
+    they vary."""
     vary = (found.spread > FLOOR) & (found.zeros <= MOSTLY_ZERO)
-    return int((vary & ((found.output_spread < CONSTANT * found.spread) | (found.error > FAR_OFF * found.spread))).sum())
+    constant = found.output_spread < CONSTANT * found.spread
+    most = torch.where(found.count >= MANY_VALUES, REACHED, FAR_OFF) * found.spread
+    return int((vary & (constant | (found.error >= most))).sum())
