@@ -259,7 +259,7 @@ def test_an_in_memory_model_through_the_api(tmp_path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     workload = trimtab.Workload(name="memory", model=model, inputs=inputs[:2], calibration=[inputs[:64], inputs[64:]])
-    result = trimtab.optimize(workload, out=tmp_path / "run", trials=3, timing_seconds=0.5)
+    result = trimtab.optimize(workload, out=tmp_path / "run", trials=3, timing_seconds=0.5, note="  for the ticket ")
     assert result.best is not None
     assert result.best.artifact is not None
     saved = result.best.artifact.save(tmp_path / "out")
@@ -269,6 +269,8 @@ def test_an_in_memory_model_through_the_api(tmp_path) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "as_written" in str(result.ladder())
     assert any("No labels were given" in note for note in result.study.prepared.notes)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["note"] == "for the ticket"
+    assert Record.read(tmp_path / "run").note == "for the ticket"
 
 
 @pytest.mark.parametrize("verb", [trimtab.optimize, trimtab.tune])
@@ -296,6 +298,11 @@ def test_arguments_of_the_wrong_type_are_refused(verb, workload: Any, options: d
 def test_a_seed_that_no_sampler_takes_is_refused(seed: Any) -> None:
     with pytest.raises(UsageError, match=f"seed is {seed!r}; it must be a whole number from 0 to 4294967295"):
         trimtab.optimize("m.py", sampler="tpe", seed=seed)
+
+
+def test_a_note_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="note is an int; give a text"):
+        trimtab.optimize("m.py", note=5)  # type: ignore[arg-type]
 
 
 def test_a_limit_of_throughput_needs_the_objective_that_measures_it() -> None:

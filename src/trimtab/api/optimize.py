@@ -32,7 +32,7 @@ from trimtab.study.confirmation import CONFIRM
 from trimtab.study.final_selection import ahead, explain, finish
 from trimtab.study.options import Options, parse_ways
 from trimtab.study.progress import Printed, Progress
-from trimtab.study.result import ARTIFACT, Result
+from trimtab.study.result import ARTIFACT, NOTE, Result
 from trimtab.study.run_folder import RESULT_FILE, disk_errors, exclusive, run_folder, starting_afresh
 from trimtab.study.runoff import contenders, cost_s
 from trimtab.study.storage import hide_password
@@ -94,6 +94,7 @@ def optimize(
     trial_seconds: float = 600.0,
     timing_seconds: float = 5.0,
     seed: int = 0,
+    note: str | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Search for the recipe that makes ``workload`` fastest within ``limits``, confirm it, and write its artifact.
@@ -118,6 +119,7 @@ def optimize(
         storage: URL of a database, which other studies may share, instead of an SQLite file in the run folder.
         fresh: first delete the study in the run folder and in ``storage``.
         worker_memory_mb, trial_seconds, timing_seconds: limits of a worker's memory, of one trial, and of its paired timing.
+        note: your own words, for the record and the report; ``""`` removes those of an earlier run.
         progress: progress callbacks; ``None`` prints lines to standard error, ``trimtab.Progress()`` prints nothing.
 
     Raises:
@@ -141,10 +143,10 @@ def optimize(
     )
     most = None if trials is None else positive(trials, "trials")
     limit_s = _seconds(budget, "budget")
+    words = _checked_note(note)
     progress = Printed(budget_s=limit_s) if progress is None else progress
     workload = checked_workload(workload, "trimtab.optimize")
-    if isinstance(workload, str) and not is_python(workload):
-        workload = load_workload(workload)
+    workload = load_workload(workload) if isinstance(workload, str) and not is_python(workload) else workload
     folder = run_folder(workload, out)
     with Interrupt(progress) as interrupt, disk_errors(folder), exclusive(folder), Workers() as workers:
         began = progress.began_at or began  # the command line's clock also counts the imports
@@ -152,8 +154,21 @@ def optimize(
         with starting_afresh(folder) if fresh else contextlib.nullcontext():
             check_replaceable(folder / ARTIFACT)  # before the search, not after it
             study = Study(workload, folder, options, progress=progress, interrupted=interrupt, command=command, workers=workers)
+        _put_note(study, words)
         study.record().write(folder)
         return _conclude(study, began, *_search(study, began, limit_s, study.besides_baseline(most)))
+
+
+def _checked_note(note: str | None) -> str | None:
+    if note is None or isinstance(note, str):
+        return note and note.strip()
+    raise UsageError(f"note is {of_type(note)}; give a text.")
+
+
+def _put_note(study: Study, words: str | None) -> None:
+    """Write the user's note to the storage. An empty one removes the earlier note, ``None`` leaves it."""
+    if words is not None:
+        study.storage.put(NOTE, words or None)
 
 
 def _search(study: Study, began: float, limit_s: float | None, most: int | None) -> tuple[float | None, float | None]:

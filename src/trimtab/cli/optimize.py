@@ -19,7 +19,6 @@ from trimtab._internal.text import counted, no_file
 from trimtab._internal.text import plain as cleaned
 from trimtab._internal.units import megabytes, seconds
 from trimtab.cli._boundary import repeat_command
-from trimtab.cli._lazy import lazy_import
 from trimtab.cli._progress import on_terminal, view
 from trimtab.errors import UsageError
 
@@ -111,7 +110,7 @@ def optimize_command(
         limit = {"max_drop": max_drop, "max_error": max_error, "latency": latency, "memory": memory, "size": size}
         limits = trimtab.Limits.parse(**limit, throughput=throughput)
         subject = load_subject(workload, inputs, shape, task)
-        result = store_note(trimtab.optimize(subject, limits=limits, progress=progress, **options), note)
+        result = trimtab.optimize(subject, limits=limits, note=note, progress=progress, **options)
     if json:
         typer.echo(dumps(result))
     else:
@@ -120,16 +119,6 @@ def optimize_command(
         command = repeat_command(sys.argv[1:])
         console.print(f"interrupted before the search was done. To go on: {command}", markup=False, soft_wrap=True)
     return EXIT_LIMITS if result.status == "limits_not_met" else 0
-
-
-def store_note(result: Result, note: str | None) -> Result:
-    """Write the user's ``note`` to the storage, record and report of ``result``. Returns the result. An empty note removes the
-    earlier one, ``None`` leaves it."""
-    if note is None:
-        return result
-    result.study.storage.put(lazy_import("study.result").NOTE, note.strip() or None)
-    found: Result = lazy_import("api.optimize").write_results(result)
-    return found
 
 
 def load_subject(workload: str, inputs: pathlib.Path | None, shape: list[str] | None, task: str | None) -> Workload | str:
