@@ -1,19 +1,19 @@
-"""``trimtab measure --memory --operators``, and ``--note``."""
+"""``trimtab measure``: what is timed, memory and operators, and a busy machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import types
 
 import pytest
 import torch
 from torch import nn
 
 import trimtab
-from trimtab.cli import _profile, measure, optimize
+from trimtab.cli import _profile, measure
 from trimtab.core.measurement import OperatorTime
-from trimtab.errors import MeasurementError
+from trimtab.errors import ArtifactError, MeasurementError, UsageError
+from trimtab.measure.host import OtherLoad
 
 
 class Net(nn.Module):
@@ -74,10 +74,27 @@ class Timed:
         return "timed"
 
 
-def test_a_note_goes_into_the_storage_before_the_record_is_written_again(monkeypatch) -> None:
-    known = {}
-    storage = types.SimpleNamespace(put=lambda key, value: known.update({key: value}))
-    result = types.SimpleNamespace(study=types.SimpleNamespace(storage=storage))
-    monkeypatch.setattr("trimtab.api.optimize.write_results", lambda each: (each, dict(known)))
-    assert optimize.store_note(result, "  for the ticket ") == (result, {"note of the user": "for the ticket"})
-    assert optimize.store_note(result, " ")[1] == {"note of the user": None}
+def test_a_busy_machine_is_said_before_anything_is_read_or_timed(monkeypatch, capsys, tmp_path) -> None:
+    line = "note: Busy machine: other processes used 85% of these 2 CPUs, so figures will be wide.\n"
+    for share, said in ((0.85, True), (0.0, False)):
+        monkeypatch.setattr(measure, "other_load", lambda share=share: OtherLoad(share, 2))
+        with pytest.raises(UsageError, match="There is no file"):
+            measure.measure_command(str(tmp_path / "none.onnx"))
+        assert capsys.readouterr().err.startswith(line) is said
+        with pytest.raises(ArtifactError):
+            measure.verify_command(tmp_path / "none")
+        assert capsys.readouterr().err.startswith(line) is said
+
+
+def test_throughput_is_that_of_several_requests_at_once(capsys, monkeypatch, tmp_path) -> None:
+    (tmp_path / "several.py").write_text(
+        "import torch, trimtab\nmodel = torch.nn.Linear(64, 8)\n"
+        "workload = trimtab.Workload(model=model.eval(), inputs=torch.ones(4, 64), name='several')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert measure.measure_command("several.py", objective="throughput", time="500ms", json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    rate, call_ms = found["throughput"], found["comparison"]["candidate"]["median"]
+    assert rate["unit"] == "examples/s"
+    assert rate["median"] == pytest.approx(4 / call_ms * 1e3)
+    assert found["rival_throughput"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 
 import pytest
@@ -29,9 +30,11 @@ def workload() -> trimtab.Workload:
 
 
 def optimized(
-    out: pathlib.Path, monkeypatch: pytest.MonkeyPatch, share: float, trials: int
+    out: pathlib.Path, monkeypatch: pytest.MonkeyPatch, share: float, trials: int, later: float | None = None
 ) -> tuple[trimtab.Result, list[str]]:
-    monkeypatch.setattr("trimtab.study.study.other_load", lambda: OtherLoad(share, 2))
+    """A study beside processes that use ``share`` of the CPUs, and ``later`` from the second look at them on."""
+    looks = itertools.chain([share], itertools.repeat(share if later is None else later))
+    monkeypatch.setattr("trimtab.study.study.other_load", lambda: OtherLoad(next(looks), 2))
     said = Said()
     found = trimtab.optimize(workload(), trials=trials, out=out, timing_seconds=0.4, progress=said)
     return found, said.lines
@@ -56,7 +59,9 @@ def test_everything_has_one_thread_and_the_result_says_so(tmp_path: pathlib.Path
     (note,) = (note for note in found.all_notes() if note.startswith("As this study began"))
     assert note.startswith("As this study began, other processes used 85% of these 2 CPUs: all of it is timed with one thread")
 
-    again, _ = optimized(tmp_path / "run", monkeypatch, 0.0, 1)  # a quiet machine now; ratios must stay comparable
+    # a quiet machine now; ratios must stay comparable
+    again, said = optimized(tmp_path / "run", monkeypatch, 0.0, 1, later=0.9)
+    assert "Busy machine now: other processes used 90% of these 2 CPUs, so figures will be wide." in said
     assert len(again.study.trials) > len(found.study.trials)
     assert threads(again.study) == {1}
 
