@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ from trimtab.core.signature import Dim
 from trimtab.core.workload import Evaluation, Workload
 from trimtab.errors import CompileError, InputError, UsageError, WorkloadError
 from trimtab.evaluation.prepared_workload import prepare
+from trimtab.execution.jobs.inference import prepare_job
+from trimtab.study.samplers.ladder import as_written
 
 
 class Unet(nn.Sequential):
@@ -175,6 +178,29 @@ def test_data_beyond_the_sizes_that_are_stated_is_refused_by_the_dry_run() -> No
     for data in (Listed(rows), DataLoader(Listed(rows), shuffle=True)):
         labelled = Evaluation(data=data, score=lambda output, target: output.mean() - target, batch_size=1)
         assert "the first of them item 5" in refused(1, 8, evaluation=labelled)
+
+
+def test_sizes_of_the_calls_that_run_makes_are_refused_by_the_dry_run_too(tmp_path: pathlib.Path) -> None:
+    texts = [torch.ones(1, 9 if i == 5 else 2 + i % 4, 4) for i in range(16)]
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    labelled = Evaluation(
+        data=[(text, torch.ones(1)) for text in texts],
+        run=lambda model, text: model(text) + model(text[:, :1]),
+        score=lambda output, target: float(output.mean()),
+    )
+    dynamic = {"input": {0: "batch", 1: Dim("length", min=1, max=8)}}
+    workload = Workload(model=module, inputs=texts[0], dynamic=dynamic, evaluation=labelled, calibration=texts[:5])
+    (tmp_path / "workload.pkl").write_bytes(cloudpickle.dumps(workload))
+    job = {
+        "workload": {"pickle": str(tmp_path / "workload.pkl")},
+        "reference": str(tmp_path / "reference"),
+        "prepared": str(tmp_path / "prepared"),
+        "recipe": as_written().to_json(),
+    }
+    with pytest.raises(UsageError) as raised:
+        prepare_job(job, tmp_path)
+    assert "does not allow the sizes of a call that Evaluation run makes, as of item 5 of the data:" in str(raised.value)
+    assert "Dimension 'length' of 'input' is 9; this was built for 1 to 8. State the sizes that occur" in str(raised.value)
 
 
 class Listed(Dataset[Any]):

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -170,12 +170,36 @@ def _check_stated(workload: Workload, candidate: Candidate, splits: Splits) -> N
     if not refused:
         return
     shapes, reason = refused[0]
+    calls = f"{len(refused)} of {counted(len(data), 'call')} that the data makes"
+    raise _beyond_stated(workload, shapes, reason, calls, "the first of them")
+
+
+def within_stated(call: Callable[..., Any], subject: Subject) -> Callable[..., Any]:
+    """``call``, which refuses sizes that the workload's ``dynamic`` does not allow. Only a run of ``Evaluation(run=...)`` shows
+    the calls that it makes, and eager mode would take them."""
+    workload, signature = subject.workload, subject.candidate.signature
+    if workload.dynamic is None or _is_plain(workload):
+        return call
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(InputError):  # a call of another form is no error here, such as a first one without a state
+            leaves = list(signature.bind(args, kwargs))
+            try:
+                signature.sizes(leaves)
+            except InputError as error:
+                shapes = [leaf.shape for leaf in leaves]
+                raise _beyond_stated(workload, shapes, str(error), "a call that Evaluation run makes", "as of") from error
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def _beyond_stated(workload: Workload, shapes: Sequence[torch.Size], reason: str, calls: str, such: str) -> UsageError:
     index = _index_of(workload, shapes)
-    first = "" if index is None else f", the first of them item {index} of the data"
-    raise UsageError(
-        f"dynamic does not allow the sizes of {len(refused)} of {counted(len(data), 'call')} that the data makes{first}: "
-        f"{reason} State the sizes that occur, as in Dim(min=..., max=...), or cut the data to what is stated, as by a "
-        "tokenizer's truncation=True."
+    item = "" if index is None else f", {such} item {index} of the data"
+    return UsageError(
+        f"dynamic does not allow the sizes of {calls}{item}: {reason} State the sizes that occur, as in Dim(min=..., max=...), "
+        "or cut the data to what is stated, as by a tokenizer's truncation=True."
     )
 
 

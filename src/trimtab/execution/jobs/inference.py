@@ -55,7 +55,7 @@ from trimtab.evaluation.evaluate import (
 )
 from trimtab.evaluation.explain import explain
 from trimtab.evaluation.materialized import materialize, materialized
-from trimtab.evaluation.prepared_workload import Subject, fresh_inputs, prepare, refuse_nan
+from trimtab.evaluation.prepared_workload import Subject, fresh_inputs, prepare, refuse_nan, within_stated
 from trimtab.evaluation.reference import Reference, least_drop, reference_of
 from trimtab.execution.preloaded_imports import ignored_thread_settings, record_imports
 from trimtab.execution.workload_transfer import authkey
@@ -157,7 +157,7 @@ def prepare_job(job: Job, folder: pathlib.Path) -> dict[str, Any]:
         weights_found = reproducibility.weights_of(subject.model)
         reproducibility.save_sums(pathlib.Path(job["reference"]), subject)  # before a score writes to its targets
         reread_notes = materialize(subject, pathlib.Path(job["prepared"]), reading_s)
-        call = build(Recipe.from_json(job["recipe"]), subject.candidate)[0]
+        call = within_stated(build(Recipe.from_json(job["recipe"]), subject.candidate)[0], subject)
         evaluation = subject.workload.evaluation
         duplicates = leakage.check(subject.splits, evaluation)
         reference = reference_of(call, subject.splits.selection, evaluation)
