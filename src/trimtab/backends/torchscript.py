@@ -138,26 +138,22 @@ class TorchScript(Backend):
 def load(folder, threads):
     import os, torch
     torch.set_num_threads(threads or torch.get_num_threads())
-    frozen = f"{folder}/frozen.pt"  # there, where torch.jit.optimize_for_inference fails on the model
-    plain = os.path.exists(frozen)
-    model = torch.jit.load(frozen if plain else f"{folder}/script.pt")
+    name = "script" if os.path.exists(f"{folder}/script.pt") else "frozen"
+    plain = lambda: torch.jit.load(f"{folder}/{name}.pt")
+    try:  # torch.jit.optimize_for_inference may fail, or what it makes when it is called; frozen.pt is there where it does
+        model = torch.jit.optimize_for_inference(plain()) if name == "script" else plain()
+    except RuntimeError:
+        model = plain()
     def call(arrays):
-        nonlocal model, plain
+        nonlocal model
         inputs = [torch.as_tensor(array, device="cpu") for array in arrays]
         with torch.no_grad():
             try:
                 return model(*inputs)
-            except RuntimeError:  # it may fail on some machines and at some sizes only, where the plain model works
-                if plain:
-                    raise
-                other = torch.jit.load(f"{folder}/script.pt")
-                outputs = other(*inputs)
-                model, plain = other, True
+            except RuntimeError:
+                other = plain()
+                model, outputs = other, other(*inputs)  # the model stays where the other one fails too
                 return outputs
-    try:
-        model = model if plain else torch.jit.optimize_for_inference(model)
-    except RuntimeError:
-        model, plain = torch.jit.load(f"{folder}/script.pt"), True
     return call
 """
 
