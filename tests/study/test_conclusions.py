@@ -213,7 +213,7 @@ def test_an_original_that_cannot_be_written_is_not_said_to_ship(monkeypatch) -> 
     study = Confirmed([trial(as_written(), 10.0)], Limits(latency_ms=20.0), {as_written(): 10.0}, monkeypatch)
     status, words, best = finishing.finish(study)
     assert (status, best.artifact) == ("kept_original", None)
-    assert words.startswith("The original stays, for which there is no artifact: no other runtime was tried")
+    assert words.startswith("The original stays, for which there is no artifact: no other runtime was measured")
 
 
 def test_nothing_is_said_to_meet_a_limit_before_everything_was_tried(monkeypatch) -> None:

@@ -72,6 +72,27 @@ def facts(limits: Limits = Limits(), throughput: bool = False) -> SearchState:
     )
 
 
+def test_where_the_original_is_slow_other_runtimes_come_before_it_is_tuned() -> None:
+    done, usual = [complete(as_written(), 1.0)], facts()
+    slow = dataclasses.replace(usual, slow_original=True)
+    assert Ladder().ask(done, usual).recipe == EAGER
+    stages = []
+    while not stages or stages[-1] != "tuned":
+        ask = Ladder().ask(done, slow)
+        stages.append(ask.stage)
+        done.append(complete(ask.recipe, 2.0))
+    assert (stages[0], done[-1].recipe) == ("lossless", EAGER)
+    assert len(stages) > 2
+
+
+def test_a_runtime_for_which_the_time_was_too_short_was_not_measured() -> None:
+    other = Recipe(backend=BACKENDS["onnxruntime"]())
+    cut = Trial(recipe=other, state=State.STOPPED, seconds=20.0, ended_by="time", limit=20.0)
+    slow = Trial(recipe=other, state=State.STOPPED, reason="Rule 'speed'")
+    broken = Trial(recipe=other, state=State.FAILED, ended_by="time")
+    assert ranking.other_runtimes([complete(EAGER, 1.0), cut, slow, broken]) == [slow, broken]
+
+
 def walk(outcome, limits: Limits = Limits(), throughput: bool = False) -> list[Trial]:
     """Let the ladder run to its end with ``outcome(recipe) -> Trial``."""
     trials: list[Trial] = []

@@ -19,10 +19,10 @@ OFF = "off"
 def run(command: Command, *, path: pathlib.Path | None = None, anyway: bool = False, watch_s: float | None = None) -> NoReturn:
     """Replace this process by that of ``command``, with the settings that ``trimtab tune`` found.
 
-    Where the script, the files of its own that it imports, the machine or torch differ from what they were, one line on standard error says so
-    and the script runs as written, unless ``anyway``. ``TRIMTAB=off`` runs it as written. Nothing is printed on standard
-    output; exit code, signals and terminal are the script's. With ``watch_s`` the split of a step is measured again every so
-    many seconds, and a line on standard error tells when it shifts.
+    Where the script, the files of its own that it imports, the machine or torch differ from what they were, one line on
+    standard error says so and the script runs as written, unless ``anyway``. ``TRIMTAB=off`` runs it as written. Nothing is
+    printed on standard output; exit code, signals and terminal are the script's. With ``watch_s`` the split of a step is
+    measured again every so many seconds, and a line on standard error tells when it shifts.
 
     Raises:
         UsageError: the file cannot be read.

@@ -143,7 +143,7 @@ def kept_original(study: Study, eager: Trial, original: Best, best: Best, lost: 
 def _nothing_won(trials: Sequence[Trial], eager: Trial, objective: Objective) -> str:
     others = ranking.other_runtimes(trials)
     if not others:
-        return "no other runtime was tried; where the time was too short for that, the same command goes on from here"
+        return "no other runtime was measured; where the time was too short for that, the same command goes on from here"
     if ranking.value(eager, objective) is None:
         return f"its {objective} was not measured, so nothing is known to need less"
     timed = objective in ("latency", "throughput")

@@ -315,8 +315,10 @@ def ahead(
 
 
 def other_runtimes(trials: Iterable[Trial]) -> list[Trial]:
-    """The trials of other runtimes than that of the original, without those that could not begin."""
-    return [trial for trial in trials if trial.state is not State.SKIPPED and trial.recipe.backend.name != "eager"]
+    """The trials of other runtimes than that of the original, without those that could not begin or for which the time was too
+    short."""
+    begun = [trial for trial in trials if trial.state is not State.SKIPPED and trial.recipe.backend.name != "eager"]
+    return [trial for trial in begun if trial.state is not State.STOPPED or trial.ended_by != "time"]
 
 
 def surely_ahead(trial: Trial, eager: Trial, objective: Objective) -> bool:

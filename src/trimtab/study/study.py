@@ -45,6 +45,8 @@ SECOND_TIMING = 4.0
 """Maximum duration of the second timing of a training, in multiples of the first: its interval is half as wide."""
 COMPILATION_S = 40.0
 """Expected seconds of the first compilation of a training, beside those of another trial."""
+SLOW_ORIGINAL = 0.25
+"""Share of the time that is left. Where a trial of the original takes more, other runtimes come before its tuned form."""
 LENT = 0.5
 """Share of the time kept for the confirmation that the first form of a runtime may take."""
 
@@ -335,10 +337,12 @@ class Study:
 
     def _search_state(self) -> SearchState:
         more = self.options.train_s is not None  # trainings, and longer ones
+        written_s = next((trial.seconds for trial in self._trials if trial.recipe == self.baseline), 0.0)
         return SearchState(
             throughput=self.options.objective == "throughput",
             convolves=self.prepared.convolves,
             small=self.options.objective == "size" or self.options.limits.size_mb is not None,
+            slow_original=self._end is not None and written_s > SLOW_ORIGINAL * (self._end - time.monotonic()),
             compress=self.options.compress,
             updates=(*UPDATES, LONG) if more else UPDATES,
             trainings=MORE_TRAININGS if more else MOST_TRAININGS,

@@ -66,7 +66,8 @@ class Ladder(Sampler):
         runtimes, relatives = [b for b in quick if b.own_graph], [b for b in quick if not b.own_graph]
         slow = [backend for backend in search_space.backends() if backend.cost != "seconds"]
         threads = [knob for knob in search_space.knobs() if "threads" in knob.sets]
-        yield from first_asks()
+        written, tuned_eager, *lossless = first_asks()
+        yield from (written, *lossless, tuned_eager) if facts.slow_original else (written, tuned_eager, *lossless)
         if _is_quick(_best(done, facts, exact_only=True)):  # several may be fast in some minutes only
             yield from _with_each(_best(done, facts, exact_only=True), threads[:1])
         yield from _less_precision(runtimes, plain, done, facts)

@@ -48,6 +48,9 @@ class SearchState:
     small: bool = False
     """Whether the size of the files is the objective, or has a limit."""
 
+    slow_original: bool = False
+    """Whether a trial of the original takes a large share of the time that is left."""
+
     def tries(self, way: str) -> bool:
         """Whether smaller networks are made in the ``way``, such as ``prune``."""
         return way in self.compress or "auto" in self.compress
