@@ -36,6 +36,7 @@ from trimtab.measure.pooled import MOST_STARTS, STARTS, pooled
 from trimtab.measure.timer import LocalRunner
 from trimtab.study import confirmation, ranking
 from trimtab.study import confirmation_starts as starts
+from trimtab.study.confirmation import _rivals
 from trimtab.study.options import Options
 from trimtab.study.study import Study
 
@@ -215,6 +216,18 @@ def test_starts_in_which_threads_met_slowly_are_repeated(searched, monkeypatch: 
         made.clear()
         found = starts.run_earlier_starts(study, trial, {"as_written": study.baseline}, {}, 6, None)
         assert len(found.comparisons["as_written"]) == expected
+
+
+def test_an_original_that_stays_is_timed_if_another_runtime_was_measured_and_time_is_left(
+    searched: tuple[Study, Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, eager = searched
+    assert _rivals(study, eager, eager, itself=True, late=False) == {}
+    other = dataclasses.replace(eager, recipe=Recipe(backend=BACKENDS["onnxruntime"]()))
+    monkeypatch.setattr(study, "_trials", [eager, other])
+    assert _rivals(study, eager, eager, itself=True, late=False) == {"as_written": study.baseline}
+    assert _rivals(study, eager, eager, itself=True, late=True) == {}
+    assert set(_rivals(study, other, eager, itself=False, late=True)) == {"as_written"}, "what wins is timed in any case"
 
 
 def test_a_probe_ends_with_the_budget_and_the_trial_stands_unless_memory_decides(searched: tuple[Study, Trial]) -> None:

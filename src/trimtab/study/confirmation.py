@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import time
 
 from trimtab._internal.serialization import dumps, from_json, to_json
 from trimtab.artifact.artifact import Artifact, open_artifact
@@ -44,7 +45,7 @@ def confirm(
     itself = trial is eager and not (trial.recipe.passes or must_win or ranking.misses(trial, study.options.limits))
     if itself and trial.size_mb is None:
         return Best(trial=trial, confirmation=_as_searched(trial), artifact=None)
-    wanted = _rivals(study, trial, eager, itself=itself)
+    wanted = _rivals(study, trial, eager, itself=itself, late=end is not None and time.monotonic() > end)
     key = f"confirmed {trial.recipe.hash} {eager.recipe.hash} {dumps(study.options.limits, indent=None)}"
     key += "" if must_win else " without a gain"  # a trial refused for lack of gain may still ship as the original
     key += "" if wanted else ", untimed"
@@ -95,10 +96,10 @@ def confirm(
     return _stored(study, trial, key, found, log)
 
 
-def _rivals(study: Study, trial: Trial, eager: Trial, *, itself: bool) -> dict[str, Recipe]:
+def _rivals(study: Study, trial: Trial, eager: Trial, *, itself: bool, late: bool) -> dict[str, Recipe]:
     """The recipes that ``trial`` is timed against, never itself. The original that stays (``itself``) is timed in the form that
-    ships, whose speed may differ; if nothing else was tried, time is short and it is not timed."""
-    if itself and not ranking.other_runtimes(study.trials):
+    ships, whose speed may differ; if nothing else was measured, or if the budget is over (``late``), it is not timed."""
+    if itself and (late or not ranking.other_runtimes(study.trials)):
         return {}
     tuned = eager.recipe not in (study.baseline, trial.recipe)
     return {"as_written": study.baseline} | ({"tuned": eager.recipe} if tuned else {})
