@@ -146,8 +146,13 @@ def test_torchscript_falls_back_where_the_optimized_module_raises_when_it_is_cal
         "The frozen module runs as it is, because torch.jit.optimize_for_inference raises RuntimeError: input size"
     )
     assert "The following operation failed" not in note
-    with pytest.raises(RuntimeError):
-        loaded.run([torch.randn(1, 5, 20, 20)])
+    again = script["load"](str(tmp_path), 0)
+    for run_wrong in (lambda: loaded.run([torch.randn(1, 5, 20, 20)]), lambda: again([torch.randn(1, 5, 20, 20).numpy()])):
+        with pytest.raises(RuntimeError):
+            run_wrong()
+    os.utime(tmp_path / "script.pt", ns=(0, 0))  # as another artifact in its place
+    with pytest.raises(RuntimeError, match="input size"):
+        again([torch.randn(3, 3, 19, 27).numpy()])
 
 
 def test_torchscript_compiles_the_source_where_a_trace_is_not_safe() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
@@ -201,6 +202,11 @@ def test_sizes_of_the_calls_that_run_makes_are_refused_by_the_dry_run_too(tmp_pa
         prepare_job(job, tmp_path)
     assert "does not allow the sizes of a call that Evaluation run makes, as of item 5 of the data:" in str(raised.value)
     assert "Dimension 'length' of 'input' is 9; this was built for 1 to 8. State the sizes that occur" in str(raised.value)
+    few = {"input": {0: Dim("batch", max=2), 1: Dim("length", min=1, max=9)}}
+    larger = dataclasses.replace(labelled, run=lambda model, text: model(torch.cat([text] * 3)))  # trials split such batches
+    workload = Workload(model=module, inputs=texts[0], dynamic=few, evaluation=larger, calibration=texts[:5])
+    (tmp_path / "workload.pkl").write_bytes(cloudpickle.dumps(workload))
+    assert prepare_job(job, tmp_path)["fingerprint"]
 
 
 class Listed(Dataset[Any]):

@@ -111,6 +111,25 @@ def test_where_writes_cannot_be_kept_apart_a_file_that_existed_is_not_touched(fo
     assert (folder / "old.txt").read_text(encoding="utf-8") == "as it was"
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        "pathlib.Path('made/old.txt').write_text('x'); __import__('shutil').rmtree('made')",
+        "os.replace('made', 'kept'); pathlib.Path('kept/one.txt').write_text('again')",
+        "os.symlink('old.txt', 'link.txt')",
+    ],
+)
+def test_where_writes_cannot_be_kept_apart_a_script_does_what_it_wants_with_its_own_files(
+    folder: pathlib.Path, act: str
+) -> None:
+    (folder / "job.py").write_text(MAKES, encoding="utf-8")
+    with guarded(act) as process:
+        assert ended(process) is None, process.refused_write()
+        assert (folder / "moved.txt").exists()
+    assert {path.name for path in folder.iterdir()} == {"gone.txt", "job.py", "old.txt"}
+    assert (folder / "old.txt").read_text(encoding="utf-8") == "as it was"
+
+
 def test_where_writes_cannot_be_kept_apart_two_runs_at_once_make_the_same_files(folder: pathlib.Path) -> None:
     (folder / "job.py").write_text(MAKES, encoding="utf-8")
     reads = "open('old.txt').close(); open('absent.txt', 'r+') if os.path.exists('absent.txt') else None"

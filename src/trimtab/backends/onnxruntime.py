@@ -277,20 +277,21 @@ def load(folder, threads):
     ) -> None:
         """Write the int8 model into ``folder``: with one scale per channel of a weight or, if that fails, one per weight."""
         names = io_names(signature)[0]
-        failure: str | None = None
+        failure: Exception | None = None
         for per_channel in (True, False):
             try:
                 self._quantize_weights(rows, names, base, folder, excluded, per_channel)
                 write_metadata(folder / MODEL, names, weight_bits=int8.weight_bits(self.full_range))
                 break
             except (*CONVERSION_ERRORS, *runtime_errors()) as error:
-                if failure is not None:
-                    raise CompileError(f"ONNX Runtime cannot quantize this model ({self.precision}): {failure}.") from error
-                failure = first_line(error)
+                failure = failure or error
+                if not per_channel or isinstance(error, OSError | MemoryError):
+                    words = f"ONNX Runtime cannot quantize this model ({self.precision}): {first_line(failure)}."
+                    raise CompileError(words) from failure
                 int8.remove_prepared(folder, whole=True)
         int8.remove_prepared(folder)
         if failure is not None:
-            (folder / int8.PER_TENSOR).write_text(failure, encoding="utf-8")
+            (folder / int8.PER_TENSOR).write_text(first_line(failure), encoding="utf-8")
 
     def _quantize_weights(
         self,

@@ -48,6 +48,8 @@ class TorchScriptExecutable(Executable):
     ) -> None:
         super().__init__(signature, settings)
         self._source, self._plain = source, plain
+        self._made: Any = None
+        """What ``plain`` has made. It is kept, because a call may raise again and again on wrong inputs."""
         self._channels_last = settings.memory_format == "channels_last"
         self._held_outputs: tuple[int, ...] | None = None
         self._use(module)
@@ -80,12 +82,12 @@ class TorchScriptExecutable(Executable):
         if self._plain is None or self.signature.writes:
             raise error
         try:
-            module = self._plain()
-            outputs: Sequence[torch.Tensor] = module(*leaves)
+            self._made = self._made or self._plain()
+            outputs: Sequence[torch.Tensor] = self._made(*leaves)
         except _PLAIN_ERRORS:
             raise error from None
-        self._plain = None
-        self._use(module)
+        self._use(self._made)
+        self._plain = self._made = None
         self.notes.append(UNOPTIMIZED.format(f"raises {first_line(error)}"))
         return outputs
 
@@ -139,20 +141,25 @@ def load(folder, threads):
     import os, torch
     torch.set_num_threads(threads or torch.get_num_threads())
     name = "script" if os.path.exists(f"{folder}/script.pt") else "frozen"
-    plain = lambda: torch.jit.load(f"{folder}/{name}.pt")
+    path, other = f"{folder}/{name}.pt", None
+    written = os.stat(path).st_mtime_ns
     try:  # torch.jit.optimize_for_inference may fail, or what it makes when it is called; frozen.pt is there where it does
-        model = torch.jit.optimize_for_inference(plain()) if name == "script" else plain()
+        model = torch.jit.load(path)
+        model = torch.jit.optimize_for_inference(model) if name == "script" else model
     except RuntimeError:
-        model = plain()
+        model = torch.jit.load(path)
     def call(arrays):
-        nonlocal model
+        nonlocal model, other
         inputs = [torch.as_tensor(array, device="cpu") for array in arrays]
         with torch.no_grad():
             try:
                 return model(*inputs)
-            except RuntimeError:
-                other = plain()
-                model, outputs = other, other(*inputs)  # the model stays where the other one fails too
+            except RuntimeError:  # inputs that the call has changed, and another file, would give another answer
+                if name == "frozen" or any(x._version for x in inputs) or os.stat(path).st_mtime_ns != written:
+                    raise
+                other = other or torch.jit.load(path)
+                outputs = other(*inputs)
+                model = other
                 return outputs
     return call
 """

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -37,8 +38,8 @@ RECORDED = 3
 """Items on which ``run`` is recorded to learn how it calls the model, if no calibration data is needed."""
 RESAMPLED = 7
 """Copies of the example with resampled values, used as data if a workload has none."""
-SEARCHED = 10_000
-"""Most items of a data set that are read to name the one that is refused."""
+SEARCHED, SEARCH_S = 10_000, 5.0
+"""Most items of a data set that are read to name the one that is refused, and most seconds for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,9 +178,11 @@ def _check_stated(workload: Workload, candidate: Candidate, splits: Splits) -> N
 def within_stated(call: Callable[..., Any], subject: Subject) -> Callable[..., Any]:
     """``call``, which refuses sizes that the workload's ``dynamic`` does not allow. Only a run of ``Evaluation(run=...)`` shows
     the calls that it makes, and eager mode would take them."""
-    workload, signature = subject.workload, subject.candidate.signature
+    workload, stated = subject.workload, subject.candidate.signature
     if workload.dynamic is None or _is_plain(workload):
         return call
+    any_batch = [dataclasses.replace(dim, min=0, max=None, step=1) if dim.name == stated.batch else dim for dim in stated.dims]
+    signature = dataclasses.replace(stated, dims=tuple(any_batch))  # a trial splits or pads the batches of a call
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(InputError):  # a call of another form is no error here, such as a first one without a state
@@ -209,8 +212,11 @@ def _index_of(workload: Workload, shapes: Sequence[torch.Size]) -> int | None:
     evaluation = workload.evaluation
     for data in (workload.calibration, *(() if evaluation is None else (evaluation.data, evaluation.test))):
         items = data.dataset if isinstance(data, DataLoader) else data
+        until = time.monotonic() + SEARCH_S
         for index in range(min(len(items), SEARCHED)) if isinstance(items, Sized) and hasattr(items, "__getitem__") else ():
             # an item may hold a target that is no nested value of tensors, or may fail where no split has read it
+            if time.monotonic() > until:
+                break
             with contextlib.suppress(UsageError, WorkloadError), user_code("An item of the data could not be read"):
                 leaves = flatten(arrays_to_tensors(items[index]), "item")[0]
                 found = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor)][: len(shapes)]

@@ -18,8 +18,8 @@ MIN_VALUES = 8
 FLOOR = 1e-5
 """Variation below this share of the output's size counts as float32's rounding."""
 MAX_USELESS = 0.1
-"""Share of useless slices, among those that vary, from which a lossy recipe is refused. Eight bits lose a few slices that
-hardly vary."""
+"""Share of useless slices, among those that vary, from which a lossy recipe is refused. It decides about slices of few values,
+and about those that are mostly 0: one of the others that is lost altogether is enough."""
 CONSTANT, FAR_OFF, MANY_VALUES = 0.01, 2.0, 32
 """A slice is lost altogether if its output varies by less than :data:`CONSTANT` of the reference's variation, or if its error
 reaches that variation. The variation of fewer than :data:`MANY_VALUES` values may be small by chance: their error must reach

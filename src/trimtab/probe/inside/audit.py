@@ -82,6 +82,11 @@ def watch() -> None:
 
 _NEW = {"os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
 """Events -> place of the path that is made."""
+_FOLDERS = {
+    **{"os.remove": (1,), "os.rmdir": (1,), "os.mkdir": (2,), "shutil.rmtree": (1,)},
+    **{"os.rename": (2, 3), "os.link": (2, 3), "os.symlink": (2, 2)},
+}
+"""Events -> places of the descriptors of the folders that their paths are relative to; -1 or ``None`` where none is."""
 
 
 def _touched(event: str, arguments: tuple[Any, ...]) -> tuple[list[str], str | None]:
@@ -90,10 +95,21 @@ def _touched(event: str, arguments: tuple[Any, ...]) -> tuple[list[str], str | N
         path, mode, flags = _written(event, arguments), arguments[1], arguments[2]
         makes = any(letter in mode for letter in "wax") if isinstance(mode, str) else bool((flags or 0) & os.O_CREAT)
         return [path] if path else [], path if makes else None
-    places = {found[event] for found in (_REMOVING, _NEW) if event in found}
-    changed = [_path(arguments[place]) for place in places]
-    new = _path(arguments[_NEW[event]]) if event in _NEW else None
-    return [path for path in changed if path is not None and event != "os.mkdir"], new
+    places = sorted({found[event] for found in (_REMOVING, _NEW) if event in found})
+    paths = {place: _path(_from_folder(event, arguments, place)) for place in places}
+    new = paths[_NEW[event]] if event in _NEW else None
+    return [path for path in paths.values() if path is not None and event != "os.mkdir"], new
+
+
+def _from_folder(event: str, arguments: tuple[Any, ...], place: int) -> Any:
+    """The path at ``place``, joined to the open folder that it is relative to; ``None`` if that is not known."""
+    at = _FOLDERS.get(event, ())
+    handle = arguments[at[place]] if place < len(at) and at[place] < len(arguments) else None
+    if not isinstance(handle, int) or handle < 0:
+        return arguments[place]
+    with contextlib.suppress(OSError):
+        return os.path.join(os.readlink(f"/proc/self/fd/{handle}"), os.fsdecode(arguments[place]))
+    return None
 
 
 def _made_by_another_run(path: str) -> bool:
@@ -133,6 +149,10 @@ def guard() -> None:
                 os._exit(90)
         if new is not None and not os.path.lexists(new) and not exempt(new):
             made(os.path.abspath(new))
+            if event == "os.rename" and changed:  # a folder goes with what was made in it
+                before, after = os.path.abspath(changed[0]), os.path.abspath(new)
+                for path in [path for path in ours if path.startswith(before + os.sep)]:
+                    made(after + path[len(before) :])
 
     def nothing(original: Any) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

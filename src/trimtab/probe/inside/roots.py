@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
@@ -33,6 +34,8 @@ after: list[Callable[[Any], None]] = []
 _classes: set[type] = set()
 _inside = False
 _scans = 0
+_at_calls: list[Any] = []
+"""The handle of the hook before calls of modules, until a root is called."""
 _seen: set[int] = set()
 """Ids of all modules that the scans found."""
 
@@ -49,6 +52,8 @@ def _watch(cls: type) -> None:
                 return original(self, *args, **kwargs)
             depth = clock.enter(clock.FORWARD)
             _inside = True
+            if not called:
+                _stop_scanning()
             called.add(id(self))
             call = functools.partial(original, self)
             try:
@@ -137,14 +142,20 @@ def _scan_at_first_call() -> None:
     def before(module: Any, inputs: Any) -> None:
         if is_compiling() or get_ident() != MAIN:
             return
-        if called or _scans >= MOST_SCANS:
-            handle.remove()
+        if _scans >= MOST_SCANS:
+            _stop_scanning()
         elif id(module) not in _seen:
             clock.enter(clock.PROBE)
             scan()
             clock.leave()
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+    warnings.filterwarnings("ignore", "Using `torch.compile.*global hooks")
+    _at_calls.append(torch.nn.modules.module.register_module_forward_pre_hook(before))
+
+
+def _stop_scanning() -> None:
+    while _at_calls:
+        _at_calls.pop().remove()
 
 
 def around_calls(wrapper: Wrapper) -> None:

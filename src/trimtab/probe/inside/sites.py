@@ -149,9 +149,10 @@ def sources() -> list[str]:
     """The script's own files among those that this process has imported, as :func:`short_path` names them: those below its
     folder or the current one, without installed packages."""
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    paths = {path for path in files if isinstance(path, str) and path.endswith(".py") and os.path.isabs(path)}
-    below = (FOLDER, os.path.join(os.getcwd(), ""))
-    return sorted(short_path(path) for path in paths if path.startswith(below) and not path.startswith(_LIBRARIES))
+    below = tuple(os.path.join(os.path.realpath(folder), "") for folder in (FOLDER, os.getcwd()))
+    paths = {path: os.path.realpath(path) for path in files if isinstance(path, str) and os.path.isabs(path)}
+    own = [path for path, real in paths.items() if real.startswith(below) and not real.startswith(_LIBRARIES)]
+    return sorted(short_path(path) for path in own if path.endswith(".py") and is_script_file(path))
 
 
 def texts() -> dict[str, str]:

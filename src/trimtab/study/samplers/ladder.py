@@ -59,7 +59,7 @@ def _quick_runtimes() -> list[Backend]:
 
 class Ladder(Sampler):
     """Try in order: as written, tuned eager, each runtime lossless, with less precision where promising, smaller networks if
-    asked for, then knobs and compilers."""
+    asked for, then knobs and compilers. Where the original is slow, tuned eager comes after the runtimes."""
 
     def walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
         plain, quick = _eager(), _quick_runtimes()
