@@ -77,7 +77,7 @@ class Timed:
 def test_a_busy_machine_is_said_before_anything_is_read_or_timed(monkeypatch, capsys, tmp_path) -> None:
     line = "note: Busy machine: other processes used 85% of these 2 CPUs, so figures will be wide.\n"
     for share, said in ((0.85, True), (0.0, False)):
-        monkeypatch.setattr(measure, "other_load", lambda share=share: OtherLoad(share, 2))
+        monkeypatch.setattr("trimtab.measure.host.other_load", lambda share=share: OtherLoad(share, 2))
         with pytest.raises(UsageError, match="There is no file"):
             measure.measure_command(str(tmp_path / "none.onnx"))
         assert capsys.readouterr().err.startswith(line) is said

@@ -222,7 +222,8 @@ def test_steps_the_best_and_how_to_use_it_are_readable_on_a_phone(report: pathli
     names = page.eval_on_selector_all(
         ".steps tr:nth-child(2) td", "all => all.map(e => getComputedStyle(e, '::before').content)"
     )
-    assert "gain" in names[1]
+    assert "interval" in names[1]
+    assert "gain" in names[2]
     ink, paper = (
         page.evaluate(f"getComputedStyle(document.querySelector('.use pre')).{each}") for each in ("color", "backgroundColor")
     )
