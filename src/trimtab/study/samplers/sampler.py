@@ -66,7 +66,8 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def walk(self, done: Mapping[str, Trial], facts: SearchState) -> Iterator[Ask]:
-        """The steps of the search. Each depends on finished trials only, so that a killed study resumes where it stopped."""
+        """The steps of the search. Each depends on the finished trials and on ``facts`` only, so that a killed study goes on
+        from its finished trials."""
 
     def declined(self, count: int) -> bool:
         """The last recipe was not tried for lack of time, the ``count``-th so far. Returns whether to end the search."""
