@@ -141,25 +141,20 @@ def load(folder, threads):
     import os, torch
     torch.set_num_threads(threads or torch.get_num_threads())
     name = "script" if os.path.exists(f"{folder}/script.pt") else "frozen"
-    path, other = f"{folder}/{name}.pt", None
-    written = os.stat(path).st_mtime_ns
+    plain = lambda: torch.jit.load(f"{folder}/{name}.pt")
     try:  # torch.jit.optimize_for_inference may fail, or what it makes when it is called; frozen.pt is there where it does
-        model = torch.jit.load(path)
-        model = torch.jit.optimize_for_inference(model) if name == "script" else model
+        model = torch.jit.optimize_for_inference(plain()) if name == "script" else plain()
     except RuntimeError:
-        model = torch.jit.load(path)
+        model = plain()
     def call(arrays):
-        nonlocal model, other
+        nonlocal model
         inputs = [torch.as_tensor(array, device="cpu") for array in arrays]
         with torch.no_grad():
             try:
                 return model(*inputs)
-            except RuntimeError:  # inputs that the call has changed, and another file, would give another answer
-                if name == "frozen" or any(x._version for x in inputs) or os.stat(path).st_mtime_ns != written:
-                    raise
-                other = other or torch.jit.load(path)
-                outputs = other(*inputs)
-                model = other
+            except RuntimeError:
+                if any(x._version for x in inputs): raise  # inputs that the call has changed would give another answer
+                model, outputs = (other := plain()), other(*inputs)  # the model stays where the other one fails too
                 return outputs
     return call
 """
