@@ -179,9 +179,15 @@ def test_compile_keeps_what_the_settings_ask_of_the_compiler() -> None:
     found = Compile().apply(asked).settings
     assert (found.compile, found.compiler) == (True, asked.settings.compiler)
     assert Compile(dynamic=True).apply(plain).settings.compiler == CompilerSettings(dynamic=True)
-    timed = Compile(mode="max-autotune-no-cudagraphs")
+    timed, tuned = Compile(kernels="max-autotune-no-cudagraphs"), Compile(kernels="coordinate_descent_tuning")
     assert timed.apply(plain).settings.compiler == CompilerSettings(mode="max-autotune-no-cudagraphs")
-    assert str(timed.why_not(asked)).startswith("compile has a mode, and the settings give the compiler options of their own")
+    assert tuned.apply(plain).settings.compiler == CompilerSettings(options={"coordinate_descent_tuning": True})
+    on_gpu = {"device": "cuda"}
+    for each in (timed, tuned):
+        assert str(each.why_not(asked)).startswith("compile would choose kernels, and the settings give the compiler a mode")
+        assert each.why_not(plain) == f"compile with {each.kernels} changes kernels for GPUs only."
+        assert each.why_not(plain.with_settings(on_gpu)) is None
+        assert each.why_not(plain.with_settings(on_gpu | {"compiler.mode": "reduce-overhead"})) is not None
 
 
 def test_batch_rebuilds_the_inputs() -> None:

@@ -285,7 +285,7 @@ def test_statistics_and_metrics(server: Server, client: tritonclient.http.Infere
     assert float(ok.split()[-1]) >= 1
     for name in ("request", "queue", "compute", "overhead"):
         assert any(line.startswith(f"trimtab_{name}_seconds_bucket") for line in lines)
-    assert sum(line.startswith("trimtab_instance_memory_bytes{") for line in lines) == 2
+    assert sum(line.startswith("trimtab_instance_resident_bytes{") for line in lines) == 2
 
 
 def load_while(server: Server, act: Callable[[], object]) -> list[int]:

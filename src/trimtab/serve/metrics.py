@@ -191,7 +191,7 @@ class MetricsCollector(Collector):
     def _of_processes(self, found: list[tuple[ModelMetrics, int, list[int]]]) -> Iterator[Metric]:
         labels = [*LABELS, "instance"]
         cpu = CounterMetricFamily("trimtab_instance_cpu_seconds", "CPU time of an instance.", labels=labels)
-        memory = GaugeMetricFamily("trimtab_instance_memory_bytes", "Resident memory of an instance.", labels=labels)
+        memory = GaugeMetricFamily("trimtab_instance_resident_bytes", "Resident memory of an instance.", labels=labels)
         known = {pid for _, _, pids in found for pid in pids}
         self._processes = {pid: process for pid, process in self._processes.items() if pid in known}
         for metrics, _, pids in found:

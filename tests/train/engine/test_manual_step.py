@@ -275,6 +275,45 @@ def test_lbfgs_by_its_closure(tmp_path: pathlib.Path) -> None:
         Trainer(made(), loss=driving, optimizer=lbfgs, settings=Settings(data=DataSettings(accumulate=2))).fit(halves, epochs=1)
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Steps by the gradient at the parameters that the given gradient leads to (Foret et al. 2021)."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        """Move up by the gradient, evaluate there, move back and step."""
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        moved = [each.grad * 0.3 for each in parameters]
+        for each, by in zip(parameters, moved, strict=True):
+            each.data.add_(by)
+        loss = closure()
+        for each, by in zip(parameters, moved, strict=True):
+            each.data.sub_(by)
+        super().step()
+        return loss
+
+
+def test_a_closure_that_is_called_at_moved_parameters_computes_their_gradient() -> None:
+    pairs = [(x, x.prod(1, keepdim=True)) for x in data()]
+    hand = nn.Linear(2, 1)
+    model = copy.deepcopy(hand)
+    optimizer = SharpnessAware(hand.parameters(), lr=0.1)
+    evaluated = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal evaluated
+        evaluated += 1
+        optimizer.zero_grad()
+        loss = F.mse_loss(hand(x), y)
+        loss.backward()
+        return loss
+
+    for x, y in pairs:  # noqa: B007 - the closure reads them
+        closure()
+        optimizer.step(closure)
+    Trainer(model, loss=nn.MSELoss(), optimizer=lambda parameters: SharpnessAware(parameters, lr=0.1)).fit(pairs, epochs=1)
+    assert evaluated == 2 * len(pairs)
+    torch.testing.assert_close(model.state_dict(), hand.state_dict(), rtol=0, atol=0)
+
+
 def test_a_closure_reports_its_first_loss_and_has_the_hooks_of_a_step() -> None:
     called: list[str] = []
     first: list[float] = []

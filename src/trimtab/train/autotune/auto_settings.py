@@ -42,7 +42,7 @@ OFF: Mapping[str, Any] = {
 }
 """Each field that is decided here, with its default. The order is that of the decisions, which build on each
 other."""
-_COMPILER = ("compiler.mode", "compiler.dynamic")
+_COMPILER = ("compiler.mode", "compiler.dynamic", "compiler.options")
 """Fields that are decided together with ``compile``."""
 GROUPS = 4
 """Number of updates whose batches are read, because batches may differ in length."""
@@ -164,14 +164,15 @@ class _Decisions:
         return {name: [(each, self._why_not_timed(each)) for each in found] for name, found in fitting.items()}
 
     def _fits(self, technique: Pass) -> bool:
-        """Whether ``technique`` can be of use: code for all sizes only if sizes differ, timed kernels only on a GPU.
+        """Whether ``technique`` can be of use: code for all sizes only if sizes differ, other kernels only on a GPU.
 
         A compiler setting that the user has given is not replaced.
         """
         asked, compiler = self._changes(technique), self.context.settings.compiler
         sizes = asked.get("compiler.dynamic") and not (self.mixed_sizes and compiler.dynamic is None)
-        kernels = asked.get("compiler.mode") and not (compiler.mode is None and compiler.options is None)
-        return not (sizes or kernels or (asked.get("compiler.mode") and self.context.device.type == "cpu"))
+        given = compiler.mode is not None or compiler.options is not None
+        kernels = asked.keys() & {"compiler.mode", "compiler.options"} and (given or self.context.device.type == "cpu")
+        return not (sizes or kernels)
 
     def _why_not_timed(self, technique: Pass) -> str | None:
         """Why ``technique`` need not be timed, as a clause or a sentence; ``None`` if it must be."""

@@ -280,12 +280,16 @@ class Step:
             self.hooks.call("after_step")
 
     def _step_with_closure(self, update: Update, compute: Callable[[], MicroBatchLosses]) -> None:
-        """The step of an optimizer that computes loss and gradients several times; it gets those of ``update`` first."""
-        first: list[torch.Tensor] = [update.loss]
+        """The step of an optimizer that computes loss and gradients several times.
+
+        Its first evaluation gives those of ``update``, unless it has moved parameters before, as sharpness-aware
+        minimization does.
+        """
+        found_at: list[tuple[torch.Tensor, ...]] = [tuple(each.detach().clone() for each in self._parameters)]
 
         def closure() -> torch.Tensor:
-            if first:
-                return first.pop()
+            if found_at and all(map(torch.equal, found_at.pop(), self._parameters)):
+                return update.loss
             with torch.enable_grad():
                 found = compute()
             return self._mean_gradients(found, self._parameters).loss
