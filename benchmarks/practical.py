@@ -127,13 +127,9 @@ def reference(name: str, threads: int | None, options: argparse.Namespace) -> pa
     """What a long search without neighbours ships with that number of threads; searched for once."""
     out: pathlib.Path = options.keep / f"reference-{name}-{threads or 'all'}"
     if not (out / "artifact" / "manifest.json").exists():
-        search(SEARCHED[name], options.budget or REFERENCE_S, out, **threads_as(threads))
+        given = {} if threads is None else {"THREADS": str(threads)}
+        search(f"{HERE / 'practical_workloads.py'}:{name}", options.budget or REFERENCE_S, out, **given)
     return out / "artifact"
-
-
-def threads_as(threads: int | None) -> dict[str, str]:
-    """The environment in which a command uses that number of threads; ``None`` leaves it as it is."""
-    return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
 
 def part_a(options: argparse.Namespace) -> Iterator[Row]:
@@ -144,7 +140,7 @@ def part_a(options: argparse.Namespace) -> Iterator[Row]:
                 with Neighbours(count):
                     row, artifact = search(SEARCHED[name], options.budget or BUDGETS["A"], options.keep / f"{name}-search")
                 limit = threads_of(artifact)
-                row["of_reference"] = speed(artifact, str(reference(name, limit, options)), **threads_as(limit))
+                row["of_reference"] = speed(artifact, str(reference(name, limit, options)))
                 yield {"model": name, "neighbours": count, "threads": limit} | row
 
 

@@ -1,11 +1,13 @@
 """Workloads of ``practical.py``: an EfficientNet, and two small networks whose data or weights take long to read.
 
-``READINGS`` names a file that gets a line for each reading, and ``READING_S`` is how many seconds one takes.
+``READINGS`` names a file that gets a line for each reading, and ``READING_S`` is how many seconds one takes. ``THREADS`` is the
+number of threads that the file gives torch, and so every runtime.
 """
 
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 import time
 
@@ -18,6 +20,8 @@ from torch import nn
 import trimtab
 
 SECONDS = float(os.environ.get("READING_S", "20"))
+if "THREADS" in os.environ:
+    torch.set_num_threads(int(os.environ["THREADS"]))
 
 
 def _read(what: str) -> None:
@@ -88,6 +92,14 @@ def efficientnet() -> trimtab.Workload:
     """EfficientNet B0, judged by its outputs."""
     images = torch.randn(48, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     return trimtab.Workload(model=Classifier, inputs=images[:1], name="efficientnet", calibration=list(images.split(8)))
+
+
+def digits() -> trimtab.Workload:
+    """The workload of ``examples/digits.py``."""
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "examples"))
+    import digits
+
+    return digits.workload()
 
 
 def slow_data() -> trimtab.Workload:
