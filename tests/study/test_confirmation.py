@@ -17,6 +17,7 @@ import torch
 import trimtab
 from _faulty import write
 from trimtab._internal.serialization import to_json
+from trimtab.api.optimize import _explaining_s
 from trimtab.artifact.artifact import write_artifact
 from trimtab.artifact.test_vectors import Golden
 from trimtab.core.backend import BACKENDS
@@ -36,7 +37,7 @@ from trimtab.measure.pooled import MOST_STARTS, STARTS, pooled
 from trimtab.measure.timer import LocalRunner
 from trimtab.study import confirmation, ranking
 from trimtab.study import confirmation_starts as starts
-from trimtab.study.confirmation import _rivals
+from trimtab.study.confirmation import _costs, _rivals
 from trimtab.study.options import Options
 from trimtab.study.study import Study
 
@@ -228,6 +229,30 @@ def test_an_original_that_stays_is_timed_if_another_runtime_was_measured_and_tim
     assert _rivals(study, eager, eager, itself=True, late=False) == {"as_written": study.baseline}
     assert _rivals(study, eager, eager, itself=True, late=True) == {}
     assert set(_rivals(study, other, eager, itself=False, late=True)) == {"as_written"}, "what wins is timed in any case"
+
+
+def test_an_original_that_is_not_timed_again_keeps_the_cold_start_and_memory_of_its_trial(
+    searched: tuple[Study, Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, eager = searched
+    monkeypatch.setattr(study.runner, "costs", lambda *_: (2.0, 300.0))
+    known = dataclasses.replace(eager, cold_s=1.0, peak_mb=200.0)
+    assert _costs(study, known, None, again=False) == {"cold_s": 1.0, "peak_mb": 200.0, "original_mb": None}
+    measured = {"cold_s": 2.0, "peak_mb": 300.0, "original_mb": None}
+    assert _costs(study, known, None, again=True) == measured
+    assert _costs(study, dataclasses.replace(eager, peak_mb=None), None, again=False) == measured, "its probe was cut off"
+
+
+def test_explanations_of_a_slow_model_are_expected_to_take_its_calls(
+    searched: tuple[Study, Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, eager = searched
+    call = Measurement(unit="ms", n=8, median=2000.0, interval=Interval(2000.0, 1990.0, 2010.0), conditions={})
+    slow = dataclasses.replace(eager, recipe=study.baseline, latency_ms=call)
+    monkeypatch.setattr(study, "_trials", [])
+    start_s = _explaining_s(study)
+    monkeypatch.setattr(study, "_trials", [slow])
+    assert _explaining_s(study) - start_s == pytest.approx(16.0)
 
 
 def test_a_probe_ends_with_the_budget_and_the_trial_stands_unless_memory_decides(searched: tuple[Study, Trial]) -> None:

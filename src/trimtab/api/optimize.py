@@ -41,8 +41,8 @@ from trimtab.study.study import Study
 R = TypeVar("R", bound=Result)
 OVERRUN = 1.2
 """Multiple of the budget from which on a run notes the excess, and which the explanations must not exceed."""
-EXPLAINING = 0.5
-"""Expected duration of the explanations, in dry runs of the workload."""
+EXPLAINING, EXPLAINED_CALLS = 0.5, 8
+"""Expected duration of the explanations: in dry runs of the workload, and calls of the original beside."""
 RESERVED = 0.4
 """Largest share of a budget that is kept for the steps after the search."""
 
@@ -184,7 +184,7 @@ def _conclude(study: Study, began: float, until: float | None, end: float | None
     """Confirm, ship, explain and report the result by ``end``; steps before the confirmation end by ``until``."""
     status, sentence, best = finish(study, until=until, end=end)
     took, budget = time.monotonic() - began, math.inf if end is None else end - began
-    peaks, explanations = explain(study, best, late=took + EXPLAINING * study.runner.startup_s > OVERRUN * budget)
+    peaks, explanations = explain(study, best, late=took + _explaining_s(study) > OVERRUN * budget)
     if (took := time.monotonic() - began) > OVERRUN * budget:
         study.notes.append(
             f"This took {took:.0f} s, where the budget is {budget:.0f} s: to check the workload, to measure the model as "
@@ -268,6 +268,13 @@ def confirm_s(study: Study, budget_s: float) -> float:
     """Seconds reserved for the confirmation and the explanations, at most the share :data:`RESERVED` of the budget."""
     likely_s = confirmation_starts.expected_s(study, study.leader, CONFIRM * study.options.timing_s, budget_s)
     return min(likely_s + EXPLAINING * study.runner.startup_s, RESERVED * budget_s)
+
+
+def _explaining_s(study: Study) -> float:
+    """Expected seconds of the explanations, which call slow models too."""
+    latency = next((trial.latency_ms for trial in study.trials if trial.recipe == study.baseline), None)
+    calls_s = 0.0 if latency is None else EXPLAINED_CALLS * latency.median / 1e3
+    return EXPLAINING * study.runner.startup_s + calls_s
 
 
 def _reserve_s(study: Study, budget_s: float) -> float:

@@ -78,7 +78,7 @@ def confirm(
         "judged": to_json(earlier.judged),
         "threads": study.thread_limit or study.prepared.threads,
         "must_win": must_win,
-        "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None),
+        "costs": _costs(study, trial, eager if must_win and study.options.objective == "memory" else None, again=bool(wanted)),
         "artifact": str(study.folder.absolute() / ARTIFACT),
         "trial": to_json(trial),
         "environment": to_json(study.environment),
@@ -156,8 +156,11 @@ def _store_tried(study: Study, trial: Trial) -> None:
         study.storage.put(TRIED, [*known, name])
 
 
-def _costs(study: Study, trial: Trial, rival: Trial | None) -> dict[str, float | None]:
-    """Cold start and memory of ``trial`` in new processes; if memory is the objective, also the memory of ``rival``."""
+def _costs(study: Study, trial: Trial, rival: Trial | None, *, again: bool) -> dict[str, float | None]:
+    """Cold start and memory of ``trial`` in new processes, or as its trial found them unless they are measured ``again``; if
+    memory is the objective, also the memory of ``rival``."""
+    if not again and trial.peak_mb is not None:
+        return {"cold_s": trial.cold_s, "peak_mb": trial.peak_mb, "original_mb": None}
     folder = study.folder / CONFIRM_FOLDER
     cold_s, peak_mb = study.runner.costs(trial, folder / trial.recipe.hash / PROBE)
     original_mb = None if rival is None else study.runner.costs(rival, folder / ORIGINAL)[1]
