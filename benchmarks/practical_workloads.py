@@ -1,4 +1,4 @@
-"""Workloads of ``practical.py``: an EfficientNet, and two small networks whose data or weights take long to read.
+"""Workloads of ``practical.py``: an EfficientNet, the digits, and two small networks whose data or weights take long to read.
 
 ``READINGS`` names a file that gets a line for each reading, and ``READING_S`` is how many seconds one takes. ``THREADS`` is the
 number of threads that the file gives torch, and so every runtime.
@@ -60,8 +60,8 @@ def _slow_weights() -> nn.Module:
 class Classifier(nn.Module):
     """The logits of an EfficientNet of width and depth 1.0 (B0), with random weights.
 
-    Their scale, and the statistics of the batch normalisations, keep the activations as large as in a trained network. With
-    those of transformers they vanish into denormal numbers, with which a Xeon was 6 times as slow in float32.
+    With the weights and batch statistics that transformers begins with, activations vanish into denormal numbers, with which a
+    Xeon was 6 times as slow in float32. Weights scaled for their layers, and statistics of a batch, keep them normal numbers.
     """
 
     def __init__(self) -> None:

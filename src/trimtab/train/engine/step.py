@@ -285,10 +285,10 @@ class Step:
         Its first evaluation gives those of ``update``, unless it has moved parameters before, as sharpness-aware
         minimization does.
         """
-        found_at: list[tuple[torch.Tensor, ...]] = [tuple(each.detach().clone() for each in self._parameters)]
+        evaluated_at: list[tuple[torch.Tensor, ...]] = [tuple(each.detach().clone() for each in self._parameters)]
 
         def closure() -> torch.Tensor:
-            if found_at and all(map(torch.equal, found_at.pop(), self._parameters)):
+            if evaluated_at and all(map(torch.equal, evaluated_at.pop(), self._parameters)):
                 return update.loss
             with torch.enable_grad():
                 found = compute()
