@@ -20,6 +20,8 @@ from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence, changed_files, fingerprints
 from trimtab.probe.counterfactuals import (
+    NO_OVERLAY,
+    NO_VALUE,
     OUT_OF_TIME,
     Outcome,
     _Measuring,
@@ -212,6 +214,31 @@ def test_what_changes_evaluations_is_timed_with_them_on_both_sides(script: pathl
     (left_out,) = measure(Command.of(script, args=["4000"]), seen, [ScriptSettings(without="evaluation")], seconds=60)
     assert left_out.gain is not None
     assert left_out.gain.value > 1.3, "it was 1 as long as the script as written was timed without its evaluations"
+
+
+def test_lines_are_left_out_in_a_copy_of_the_script(script: pathlib.Path) -> None:
+    """The line computes for 20 ms in each step of a few; the head of a loop has no value that could be used again."""
+    slow = "        total = sum(range(1_000_000 + epoch))\n        for _ in range(2):\n            pass\n"
+    text = SCRIPT.replace("        optimizer.step()\n", f"        optimizer.step()\n{slow}")
+    script.write_text(text)
+    line = text.splitlines().index("        total = sum(range(1_000_000 + epoch))") + 1
+    slow_line, head, elsewhere = (
+        ScriptSettings(without="lines", lines=(site,)) for site in (f"train.py:{line}", f"train.py:{line + 1}", "absent.py:1")
+    )
+    both = dataclasses.replace(slow_line, lines=(*slow_line.lines, *head.lines))
+    asked = [slow_line, head, ScriptSettings(debug_off=True), elsewhere, both]
+    seen = record(anchor_site=f"train.py:{STEP_LINE}")
+    alone, other, anomaly, absent, joint = measure(Command.of(script, args=["4000"]), seen, asked, seconds=60)
+    assert script.read_text() == text
+    assert (other.failed, absent.failed) == (NO_VALUE, NO_VALUE)
+    assert anomaly.gain is not None
+    for found in (alone, joint):
+        assert found.gain is not None, found.failed
+        assert found.gain.low > anomaly.gain.high, "the line takes most of a step"
+        assert found.losses == "not compared"
+    seen = dataclasses.replace(seen, contained="in place")
+    (in_place,) = measure(Command.of(script, args=["4000"]), seen, [slow_line], seconds=60, in_place=True)
+    assert in_place.failed == NO_OVERLAY
 
 
 def test_evaluations_that_are_too_rare_for_the_time_are_not_measured() -> None:

@@ -127,6 +127,27 @@ def test_a_remedy_without_a_clear_measurement_comes_before_one_that_does_not_pay
     assert [one.rule for one in diagnosis.diagnose(command).findings] == ["layout", "optimizer_loop"]
 
 
+@pytest.mark.parametrize(
+    ("most", "first"),
+    [
+        (Interval(9.4, 1.7, 51.7), "slow_example"),  # the evidence lies within the interval
+        (Interval(1.4, 1.1, 2.5), "slow_example"),  # it cannot save more than the upper bound, 60%
+        (Interval(1.3, 1.05, 2.0), "workers_few"),  # 50% at most, and no vague interval: its value counts
+    ],
+)
+def test_the_evidence_ranks_a_finding_whose_measurement_is_vague(
+    parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch, most: Interval, first: str
+) -> None:
+    unclear = Outcome(settings=WORKERS, gain=Interval(1.3, 0.4, 4.3))
+    monkeypatch.setitem(GAINS, "workers", unclear)
+    monkeypatch.setitem(GAINS, "data", dataclasses.replace(GAINS["data"], gain=most))
+    monkeypatch.setattr(Parts, "confirm", lambda *given, **options: unclear)
+    workers = next(one for one in findings(measured=False) if one.rule == "workers_few")
+    slow = dataclasses.replace(workers, rule="slow_example", settings=None, share=0.9)
+    monkeypatch.setattr(diagnosis, "run_checks", lambda seen, environment: ([workers, slow], []))
+    assert next(one.rule for one in diagnosis.diagnose(command).findings) == first
+
+
 def test_what_may_pay_is_measured_again_if_nothing_else_needs_the_time(
     parts: Parts, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

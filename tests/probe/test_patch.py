@@ -96,3 +96,16 @@ def test_a_patched_script_runs_in_the_overlay_and_the_script_stays(tmp_path: pat
             pytest.skip("no overlay is allowed here")
         assert process.log() == "patched"
     assert script.read_text(encoding="utf-8") == "print('as written')\n"
+
+
+def test_a_file_that_no_overlay_holds_is_not_changed(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    script, other = tmp_path / "scripts" / "hello.py", tmp_path / "helpers.py"
+    script.write_text("print('as written')\n", encoding="utf-8")
+    other.write_text("x = 1\n", encoding="utf-8")
+    (script.parent / "link.py").symlink_to(other)
+    for path in (other, script.parent / "link.py"):
+        with ScriptProcess(Command.of(script), {"mode": "run", "settings": {"files": {str(path): "x = 2\n"}}}) as process:
+            assert process.wait(30) != 0
+            assert "in an overlay only" in process.log() or "lies outside of the overlay" in process.log()
+        assert other.read_text(encoding="utf-8") == "x = 1\n"

@@ -11,7 +11,7 @@ from typing import Literal
 from trimtab.core.check import ScriptCheck
 from trimtab.core.evidence import LineRecord, LoaderRecord, Phase, ProbeRecord
 from trimtab.core.finding import Finding
-from trimtab.core.script_settings import CodeEdit
+from trimtab.core.script_settings import CodeEdit, ScriptSettings
 
 EVERY = 50
 """Rounds of a loop between two runs of a line that need not run in each."""
@@ -122,6 +122,7 @@ def slow_between(
             where=slow[0].site,
             category=category,
             edit=edit(record, slow[0].site, advice),
+            ceiling=ScriptSettings(without="lines", lines=tuple(line.site for line in slow)),
             share=taken,
         )
     ]

@@ -54,9 +54,11 @@ class ScriptSettings:
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Path -> new text of files of the script, to measure the gain of a patch. Only in an overlay, so that the files themselves
     stay; it is never applied for use."""
-    without: Literal["data", "logging", "synchronization", "evaluation", "saving"] | None = None
-    """Leaves a phase out, to measure at most how much a remedy for it can bring. ``data`` hands out the same batches again. It
-    is never applied for use."""
+    without: Literal["data", "logging", "synchronization", "evaluation", "saving", "lines"] | None = None
+    """Leaves a phase out, to measure at most how much a remedy for it can bring. ``data`` hands out the same batches again;
+    ``lines`` uses the last values of :attr:`lines` again. It is never applied for use."""
+    lines: tuple[str, ...] = ()
+    """Lines of the script, such as ``train.py:35``, that are measured in a copy in which they can be left out."""
 
     @property
     def fresh(self) -> bool:

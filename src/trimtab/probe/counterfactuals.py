@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from trimtab.core.evidence import ProbeRecord
@@ -18,6 +18,7 @@ from trimtab.measure.host import other_load
 from trimtab.measure.pairs import PROCESS_NOISE, compare
 from trimtab.measure.stats import combined
 from trimtab.probe.command import Command
+from trimtab.probe.line_reuse import with_reuse
 from trimtab.probe.loss_runs import Losses, LossRuns, RunFailed
 from trimtab.probe.serving import ScriptEnded, ScriptFailed, ServedScript
 from trimtab.report.doctor_words import described
@@ -37,6 +38,8 @@ LONG_START_S = 30.0
 TRIES = 3
 """Starts per candidate if the script ends before it is timed. Each start halves the time of the comparison."""
 TOO_SHORT = "The script ends before enough of its steps can be timed; run it with more steps or epochs."
+NO_OVERLAY = "Lines are left out in an overlay only, which is not used or not allowed here."
+NO_VALUE = "These lines have no value that could be used again."
 OUT_OF_TIME = "There was no time left to measure it; give more with --budget."
 
 
@@ -164,9 +167,28 @@ class _Measuring:
         if self.record.start_s > LONG_START_S and switched:  # one start screens all that a running process is switched to
             first = []
         self._time_each_fresh(first, settings, found, len(settings), 2 * (len(fresh) - len(first)) + bool(switched))
-        self._time_switched(switched, found, len(fresh) - len(first))
+        copied = self._fail_immovable({i: each for i, each in switched.items() if each.lines}, found)
+        groups = [copied, {i: each for i, each in switched.items() if not each.lines}]
+        groups = sorted((group for group in groups if group), key=min)  # the one with the strongest evidence is first
+        for place, group in enumerate(groups):
+            later = sum(map(len, groups[place + 1 :])) + len(fresh) - len(first)
+            self._time_switched(group, found, later)
         self._time_each_fresh(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)
         return self.with_all_losses([found[i] for i in range(len(settings))])
+
+    def _fail_immovable(self, settings: dict[int, ScriptSettings], found: dict[int, Outcome]) -> dict[int, ScriptSettings]:
+        """``settings`` whose lines can be left out; the others are added to ``found`` as failed."""
+        changed = with_reuse(self.command.folder, _all_lines(settings.values()))[1]
+        overlay = self.record.contained == "overlay"
+        out = {i: each for i, each in settings.items() if not overlay or not changed & set(each.lines)}
+        found |= {i: _failed(each, NO_VALUE if overlay else NO_OVERLAY) for i, each in out.items()}
+        return {i: each for i, each in settings.items() if i not in out}
+
+    def _prepared(self, settings: Iterable[ScriptSettings]) -> ScriptSettings:
+        """The baseline of a process in which all of ``settings`` can be switched on."""
+        if not (lines := _all_lines(settings)):
+            return self.baseline
+        return dataclasses.replace(self.baseline, lines=lines, files=with_reuse(self.command.folder, lines)[0])
 
     def with_all_losses(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Compare the losses of outcomes that may be faster, the fastest first, while time is left."""
@@ -224,7 +246,7 @@ class _Measuring:
             first = waiting[0]
             tries[first] += 1
             try:
-                with self._serve(self.baseline) as script:
+                with self._serve(self._prepared(settings.values())) as script:
                     while waiting and self._has_time(LEAST_S, found, starts=0):
                         i = waiting[0]
                         self.progress(described(settings[i]))
@@ -269,8 +291,8 @@ class _Measuring:
             return _failed(settings, problem)
         with _explain_end(script):
             ratio = compare(
-                script.runner(self.baseline.merged(settings), every),
-                script.runner(self.baseline, every),
+                script.runner(script.settings.merged(settings), every),
+                script.runner(script.settings, every),
                 width=WIDTH,
                 seconds=seconds,
                 min_quads=4,
@@ -321,6 +343,11 @@ class _Measuring:
             return dataclasses.replace(outcome, losses=losses, undecided=losses == "not compared")
         except RunFailed as error:
             return dataclasses.replace(outcome, gain=None, failed=str(error))
+
+
+def _all_lines(settings: Iterable[ScriptSettings]) -> tuple[str, ...]:
+    """The lines that any of ``settings`` leaves out."""
+    return tuple(dict.fromkeys(line for each in settings for line in each.lines))
 
 
 def _mixed_every(settings: ScriptSettings, record: ProbeRecord) -> int:

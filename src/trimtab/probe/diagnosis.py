@@ -130,12 +130,15 @@ def _may_pay(outcome: Outcome) -> bool:
 
 def _order(finding: Finding) -> tuple[bool, float, bool, float]:
     """Sort key: errors first, then by the measured saving of a step, or without a measurement by the share in the evidence;
-    remedies that were measured and do not pay are last."""
-    worth, found = saving(finding), standing(finding)
-    measured = finding.most is not None and not finding.most.unclear
-    if found == "not measured" or (found == "advice" and not measured):
-        worth = finding.share or 0.0
-    return finding.level != "error", -worth, found in ("no gain", "other losses"), -(finding.share or 0.0)
+    remedies that were measured and do not pay are last. Where a measurement is vague, the share in the evidence counts, within
+    the interval."""
+    worth, found, share = saving(finding), standing(finding), finding.share or 0.0
+    measured = finding.gain if found == "pays" else finding.most if found == "advice" else None
+    if found == "not measured" or (found == "advice" and (measured is None or measured.unclear)):
+        worth = share
+    elif measured is not None and measured.vague:
+        worth = max(worth, min(share, 1 - 1 / measured.high))
+    return finding.level != "error", -worth, found in ("no gain", "other losses"), -share
 
 
 class _Measurements:

@@ -13,7 +13,7 @@ from trimtab.core.diagnosis import Patch
 from trimtab.core.finding import Finding
 from trimtab.core.script_settings import CodeEdit
 
-_SITE = re.compile(r"^(?P<file>.+):(?P<line>\d+)$")
+SITE = re.compile(r"^(?P<file>.+):(?P<line>\d+)$")
 
 
 def make_patch(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch | None, Mapping[pathlib.Path, str]]:
@@ -25,7 +25,7 @@ def make_patch(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch
     by_file: dict[pathlib.Path, list[tuple[Finding, CodeEdit, int]]] = {}
     for finding in findings:
         edit = finding.edit
-        match = None if edit is None else _SITE.match(edit.site)
+        match = None if edit is None else SITE.match(edit.site)
         if edit is None or match is None or edit.replacement is None:
             continue
         by_file.setdefault(pathlib.Path(match["file"]), []).append((finding, edit, int(match["line"])))
@@ -51,7 +51,7 @@ def make_patch(folder: pathlib.Path, findings: Sequence[Finding]) -> tuple[Patch
 
 def moved_site(site: str, folder: pathlib.Path, texts: Mapping[str, str]) -> str:
     """The new site of a line after files were changed to ``texts``; for a replaced line, the first of its new lines."""
-    match = _SITE.match(site)
+    match = SITE.match(site)
     path = None if match is None else os.path.join(folder, match["file"])
     if match is None or path is None or path not in texts:
         return site

@@ -45,8 +45,8 @@ def score(record: ProbeRecord, findings: Sequence[Finding], together: Together |
 
 def _ceilings(findings: Iterable[Finding]) -> list[Finding]:
     """Advice with a measured ceiling, one for each thing that is left out: two findings may share a ceiling."""
-    found = {f.ceiling.without: f for f in findings if f.ceiling is not None and standing(f) != "pays" and saving(f) > 0}
-    return list(found.values())
+    left_out = [f for f in findings if f.ceiling is not None and standing(f) != "pays" and saving(f) > 0]
+    return list({(f.ceiling.without, f.ceiling.lines): f for f in left_out if f.ceiling is not None}.values())
 
 
 def _is_unmeasured(finding: Finding) -> bool:

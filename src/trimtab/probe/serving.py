@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import secrets
@@ -59,7 +60,9 @@ class ServedScript:
             loader.workers for loader in settings.loaders.values()
         )
         """Whether loader workers read the data. The script's own threads do not show how long these wait for a core."""
-        self.current: dict[str, Any] = to_json(settings)
+        self.settings = dataclasses.replace(settings, files={})
+        """Settings that the script has started with, without the changed files."""
+        self.current: dict[str, Any] = to_json(self.settings)
         self.process = ScriptProcess(command, plan, in_place=in_place)
 
     def __enter__(self) -> Self:

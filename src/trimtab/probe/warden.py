@@ -142,7 +142,10 @@ def execute(instructions: dict[str, Any]) -> None:
             raise OSError("a patch is measured in an overlay only, so that the script itself stays as it is")
         with open(files, encoding="utf-8") as file:
             texts = json.load(file)
+        kept = {os.stat(folder).st_dev for folder in state["layers"].values() if folder}
         for path, text in texts.items():
+            if os.stat(os.path.dirname(os.path.realpath(path))).st_dev not in kept:
+                raise OSError(f"{path} lies outside of the overlay, so that it would be changed itself")
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
     os.execv(instructions["argv"][0], instructions["argv"])

@@ -58,7 +58,9 @@ def _parts(settings: ScriptSettings) -> Iterator[str]:
         elif name == "environment":
             yield from (f"{key}={text}" for key, text in settings.environment.items())
         elif name == "without":
-            yield f"without {value}"
+            yield f"without {', '.join(settings.lines) if value == 'lines' else value}"
+        elif name == "lines":
+            continue
         elif name == "files":
             yield "the patched script"
         elif name in SETTINGS:

@@ -18,14 +18,23 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 
 from trimtab.probe.inside.roots import around_calls
 
+FUNCTION = "__trimtab_reuse__"
+"""As in :mod:`trimtab.probe.line_reuse`, which only the driver imports."""
 _active: dict[str, str | None] = {"without": None}
+_lines: set[str] = set()
+"""Lines that are left out now."""
 _installed: set[str] = set()
 
 
 def switch(settings: Mapping[str, Any]) -> None:
-    """Apply ``without``."""
+    """Apply ``without`` and ``lines``."""
     phase = settings.get("without")
     _active["without"] = phase
+    if settings.get("lines"):
+        setattr(builtins, FUNCTION, _line_value)
+    _lines.clear()
+    _lines.update(settings["lines"] if phase == "lines" else ())
+    _line_values.clear()  # a graph that a value belongs to lives for one step
     if phase is not None and phase not in _installed:
         _installed.add(phase)
         _INSTALL[phase]()
@@ -178,10 +187,26 @@ def _save_nothing() -> None:
     torch.serialization.save = torch.save
 
 
+# lines: use the value again that the line had first
+
+
+_line_values: dict[str, Any] = {}
+
+
+def _line_value(site: str, compute: Callable[[], Any]) -> Any:
+    """The value of the line ``site`` of a changed copy of the script, see :mod:`trimtab.probe.line_reuse`."""
+    if site not in _lines:
+        return compute()
+    if site not in _line_values:
+        _line_values[site] = compute()
+    return _line_values[site]
+
+
 _INSTALL: Mapping[str, Callable[[], None]] = {
     "data": _replay_data,
     "logging": _silence,
     "synchronization": _reuse_values,
     "evaluation": _end_evaluations,
     "saving": _save_nothing,
+    "lines": lambda: None,
 }
