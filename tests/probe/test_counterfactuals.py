@@ -16,6 +16,7 @@ from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import LoaderSettings, ScriptSettings
 from trimtab.errors import UsageError
 from trimtab.measure.host import computed_ns, descendants
+from trimtab.probe import serving
 from trimtab.probe.candidates import candidates
 from trimtab.probe.command import Command
 from trimtab.probe.configuration import Conditions, Configuration, Evidence, changed_files, fingerprints
@@ -239,6 +240,21 @@ def test_lines_are_left_out_in_a_copy_of_the_script(script: pathlib.Path) -> Non
     seen = dataclasses.replace(seen, contained="in place")
     (in_place,) = measure(Command.of(script, args=["4000"]), seen, [slow_line], seconds=60, in_place=True)
     assert in_place.failed == NO_OVERLAY
+
+
+def test_a_step_that_never_ends_without_its_line_is_given_up(script: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the line is the step of an environment, which says when an episode is over."""
+    monkeypatch.setattr(serving, "NEXT_STEP_S", 3.0)
+    loop = "        left = 3\n        while left:\n            left = max(0, left - 1)\n"
+    text = SCRIPT.replace("        optimizer.step()\n", f"        optimizer.step()\n{loop}")
+    script.write_text(text)
+    line = text.splitlines().index("            left = max(0, left - 1)") + 1
+    asked = [ScriptSettings(without="lines", lines=(f"train.py:{line}",)), ScriptSettings(debug_off=True)]
+    begun = time.monotonic()
+    endless, other = measure(Command.of(script, args=["4000"]), record(anchor_site=f"train.py:{STEP_LINE}"), asked, seconds=300)
+    assert endless.failed == "Without these lines no step ended within 3 s."
+    assert other.gain is not None
+    assert time.monotonic() - begun < 120, "a limit for a hang, no measurement of speed"
 
 
 def test_evaluations_that_are_too_rare_for_the_time_are_not_measured() -> None:

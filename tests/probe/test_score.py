@@ -56,6 +56,12 @@ def test_a_script_with_nothing_to_gain_has_full_marks() -> None:
     assert found.sentence == "100 of 100: nothing that was measured is left to gain; 3 findings could not be measured"
 
 
+def test_advice_without_a_ceiling_counts_as_not_measured_if_it_takes_time() -> None:
+    advice = dataclasses.replace(findings()[0], settings=None, ceiling=None, gain=None, most=None)
+    assert score(record(), [advice]).sentence.endswith("; 1 finding could not be measured")
+    assert score(record(), [dataclasses.replace(advice, share=0.0)]).unmeasured == 0
+
+
 def test_the_sentence_names_what_to_do_first_below_90_only() -> None:
     high = Score(total=91, categories={}, saved=0.09, first="fused optimizer")
     assert high.sentence == "91 of 100: 9% of the step could be saved"

@@ -50,9 +50,10 @@ def _ceilings(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _is_unmeasured(finding: Finding) -> bool:
-    """Whether the remedy of ``finding``, or the most that advice can bring, could be measured and is not known."""
+    """Whether the remedy of ``finding`` may save time, or advice, and it is not known how much."""
     if standing(finding) == "advice":
-        return finding.ceiling is not None and (finding.most is None or finding.most.unclear)
+        costs = finding.ceiling is not None or bool(finding.share)
+        return costs and (finding.most is None or finding.most.unclear)
     return standing(finding) == "not measured"
 
 

@@ -28,6 +28,9 @@ POLL_S = 0.02
 CONNECT_S = 20.0
 ENDS_S = 5.0
 """Seconds that a process may take to end after its connection was lost."""
+NEXT_STEP_S, NEXT_STEPS = 15.0, 30
+"""A script of which lines are left out may never end a step, as where the line ends a loop. An answer may take as many seconds,
+and as many times a step as written."""
 SLOWER_START = 3.0
 """A start fails after this multiple of the time to the first step. Two processes that start at once take longer than one."""
 
@@ -53,7 +56,7 @@ class ServedScript:
     ) -> None:
         self._key = secrets.token_hex(16)
         self._seconds = max(20.0, min(seconds, SLOWER_START * record.start_s + 20.0))
-        self._limit_s = max(30.0, seconds)
+        self._limit_s = NEXT_STEP_S + NEXT_STEPS * record.step_ms / 1e3 if settings.lines else max(30.0, seconds)
         anchor = anchor_of(record) | {"site": moved_site(record.anchor_site, command.folder, settings.files)}
         plan = {"mode": "turns", "anchor": anchor, "settings": to_json(settings), "key": self._key}
         self.has_workers = any(loader.workers for loader in record.loaders) or any(
@@ -107,6 +110,8 @@ class ServedScript:
             self.check()
         except (ScriptEnded, ScriptFailed) as found:
             return found
+        if self.settings.lines:
+            return ScriptFailed(f"Without these lines no step ended within {self._limit_s:.0f} s.")
         return ScriptFailed(str(error))
 
     def runner(self, settings: ScriptSettings, mixed_every: int = 0) -> StepRunner:
