@@ -340,6 +340,17 @@ def test_a_sound_script_is_healthy_and_nothing_else(name: str) -> None:
     assert ([finding.rule for finding in findings], failures) == (["healthy"], [])
 
 
+def test_slow_lines_are_left_out_where_they_run_within_a_step_and_no_other_ceiling_has_them() -> None:
+    ran = [line("value = auc(scores)", 0.2, number=50, runs=1.0), line("return roc(scores)", 0.1, "copy", number=51, runs=2.0)]
+    others = [line("writer.add_scalar('acc', acc)", 0.1, "logging", number=52, runs=1.0), line("f1.wait()", 0.1, number=53)]
+    (metric,) = [each for each in run_checks(with_lines(*ran, *others), MACHINE)[0] if each.rule == "metric_every_step"]
+    assert metric.ceiling == ScriptSettings(without="lines", lines=("train.py:50", "train.py:51"))
+    uncounted = changed(TRAINING, lines=(), texts={})
+    around = line("metrics = trainer.train()", 0.5)
+    (metric,) = [each for each in run_checks(with_lines(around, record=uncounted), MACHINE)[0] if "metric" in each.rule]
+    assert metric.ceiling == ScriptSettings(without="lines", lines=(around.site,)), "no line was counted"
+
+
 def test_remedies_are_those_that_the_evidence_asks_for() -> None:
     workers = found(READS, "workers_few")
     assert workers.settings == ScriptSettings(loaders={LOADER.site: LoaderSettings(workers=1, persistent=True)})

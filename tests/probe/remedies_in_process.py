@@ -3,6 +3,7 @@ replace functions of torch."""
 
 from __future__ import annotations
 
+import builtins
 import copy
 import random
 from collections.abc import Iterator
@@ -310,6 +311,31 @@ def test_arguments_that_need_workers_go_with_them() -> None:
         "persistent_workers": True,
         "prefetch_factor": 3,
     }
+
+
+def test_a_line_that_is_left_out_has_the_value_that_it_had_first() -> None:
+    apply({"lines": ["train.py:7"]})
+    value_of = builtins.__trimtab_reuse__  # type: ignore[attr-defined]
+    ran: list[int] = []
+
+    def compute(value: Any) -> Any:
+        ran.append(1)
+        return value
+
+    assert [value_of("train.py:7", lambda n=n: compute(n)) for n in range(2)] == [0, 1]
+    for _ in range(2):  # it keeps its value while the setting is switched off, for lines that run in few steps
+        apply({"without": "lines", "lines": ["train.py:7"]})
+        found = value_of("train.py:7", lambda: compute({"x": [1]}))
+        assert found.pop("x") == [1], "the script may change what it gets"
+        assert value_of("train.py:9", lambda: compute(5)) == 5
+        apply({"lines": ["train.py:7"]})
+    assert len(ran) == 2 + 1 + 2
+    apply({"without": "lines", "lines": ["train.py:1", "train.py:2"]})
+    weight = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        (weight.sum() + value_of("train.py:1", lambda: (weight * weight).sum())).backward()
+        assert list(value_of("train.py:2", lambda: iter([1, 2]))) == [1, 2]
+    apply({})
 
 
 def test_ceilings_leave_phases_out(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

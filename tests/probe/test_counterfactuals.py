@@ -242,6 +242,19 @@ def test_lines_are_left_out_in_a_copy_of_the_script(script: pathlib.Path) -> Non
     assert in_place.failed == NO_OVERLAY
 
 
+def test_a_line_without_which_the_script_fails_is_the_only_one_that_is_not_measured(script: pathlib.Path) -> None:
+    """Both are measured in one copy of the script, until it fails."""
+    lines = "        rows = list(range(epoch + 1))\n        rows.remove(epoch)\n        total = sum(range(1_000_000))\n"
+    text = SCRIPT.replace("        optimizer.step()\n", f"        optimizer.step()\n{lines}")
+    script.write_text(text)
+    needed = text.splitlines().index("        rows = list(range(epoch + 1))") + 1
+    asked = [ScriptSettings(without="lines", lines=(f"train.py:{line}",)) for line in (needed, needed + 2)]
+    failing, slow = measure(Command.of(script, args=["4000"]), record(anchor_site=f"train.py:{STEP_LINE}"), asked, seconds=120)
+    assert "ValueError: list.remove(x): x not in list (train.py:" in (failing.failed or "")
+    assert slow.gain is not None, slow.failed
+    assert slow.gain.low > 1
+
+
 def test_a_step_that_never_ends_without_its_line_is_given_up(script: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the line is the step of an environment, which says when an episode is over."""
     monkeypatch.setattr(serving, "NEXT_STEP_S", 3.0)

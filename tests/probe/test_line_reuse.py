@@ -57,6 +57,9 @@ def test_lines_of_one_statement_and_of_several_files(tmp_path: pathlib.Path) -> 
         "print((x := f()))",
         "async def f(): return await g()",
         "def f(): x = yield 1",
+        "print(super().f)",
+        "print('{x}'.format(**locals()))",
+        "async def f(): x = [i async for i in g()]",
         "x = [",
         "",
     ],
@@ -67,5 +70,20 @@ def test_other_lines_stay_as_they_are(tmp_path: pathlib.Path, text: str) -> None
 
 
 def test_attributes_of_a_class_stay_as_they_are(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "train.py").write_text("class C:\n    x = 1\n    y = [x for _ in range(3)]\n", encoding="utf-8")
-    assert with_reuse(tmp_path, ["train.py:2", "train.py:3"]) == ({}, set())
+    text = "class C:\n    x = 1\n    if x:\n        y = x\n    class D:\n        z = 2\n    def f(self):\n        return 3\n"
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    assert with_reuse(tmp_path, ["train.py:2", "train.py:4", "train.py:6"]) == ({}, set())
+    assert with_reuse(tmp_path, ["train.py:8"])[1] == {"train.py:8"}
+
+
+def test_lines_are_counted_as_python_counts_them(tmp_path: pathlib.Path) -> None:
+    """A form feed and other separators end no line of Python."""
+    (tmp_path / "train.py").write_text("import os\n\f\ndef f(x):\n    # a\x0bnote\u2028\n    y = g(x)\n", encoding="utf-8")
+    ((text,), _) = with_reuse(tmp_path, ["train.py:5"])[0].values(), None
+    assert text.split("\n")[4] == "    y = __trimtab_reuse__('train.py:5', lambda: (g(x)))"
+
+
+@pytest.mark.parametrize("raw", [b"# -*- coding: latin-1 -*-\nx = '\xe9'\n", b"\xef\xbb\xbfx = 1\ny = 2\n"])
+def test_files_in_another_coding_stay_as_they_are(tmp_path: pathlib.Path, raw: bytes) -> None:
+    (tmp_path / "train.py").write_bytes(raw)
+    assert with_reuse(tmp_path, ["train.py:2"]) == ({}, set())

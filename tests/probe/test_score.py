@@ -6,6 +6,7 @@ import dataclasses
 
 from _diagnoses import diagnosis, findings, record
 from trimtab.core.diagnosis import Score, Together, saving, standing
+from trimtab.core.finding import Finding
 from trimtab.core.measurement import Interval
 from trimtab.core.script_settings import ScriptSettings
 from trimtab.probe.score import score
@@ -54,6 +55,18 @@ def test_a_script_with_nothing_to_gain_has_full_marks() -> None:
     found = score(record(), findings(measured=False)[:3])
     assert (found.total, found.first) == (100, None)
     assert found.sentence == "100 of 100: nothing that was measured is left to gain; 3 findings could not be measured"
+
+
+def test_findings_that_leave_out_the_same_lines_count_once() -> None:
+    advice = dataclasses.replace(findings()[0], settings=None, gain=None, most=Interval(2.0, 1.9, 2.1))
+
+    def leaving_out(most: float, *lines: str) -> Finding:
+        ceiling = ScriptSettings(without="lines", lines=lines)
+        return dataclasses.replace(advice, ceiling=ceiling, most=Interval(most, most, most))
+
+    overlapping = [leaving_out(1.25, "train.py:2"), leaving_out(2.0, "train.py:1", "train.py:2")]
+    assert score(record(), overlapping).saved == 0.5
+    assert score(record(), [*overlapping, leaving_out(2.0, "train.py:3")]).saved == 0.75
 
 
 def test_advice_without_a_ceiling_counts_as_not_measured_if_it_takes_time() -> None:

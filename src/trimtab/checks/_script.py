@@ -115,6 +115,9 @@ def slow_between(
     taken = sum(line.share for line in slow)
     if not slow or taken < least:
         return []
+    counted = any(line.runs for line in record.lines)
+    own = [line for line in slow if line.phase in ("other", "data", "copy") and (line.runs or not counted)]
+    left_out = tuple(dict.fromkeys(line.site for line in own))  # not: a call around all steps, or what other ceilings leave out
     return [
         check.note(
             message.format(taken=f"{taken:.0%}", listed=joined_sites(slow)),
@@ -122,7 +125,7 @@ def slow_between(
             where=slow[0].site,
             category=category,
             edit=edit(record, slow[0].site, advice),
-            ceiling=ScriptSettings(without="lines", lines=tuple(line.site for line in slow)),
+            ceiling=ScriptSettings(without="lines", lines=left_out) if left_out else None,
             share=taken,
         )
     ]

@@ -68,7 +68,7 @@ class RemoteRunner:
         self, address: str | os.PathLike[str], authkey: bytes, *, connect_s: float = 30.0, timeout_s: float = 300.0
     ) -> None:
         self._address = os.fspath(address)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         _check_address(self._address)
         self._connection: Connection | None = _connect(self._address, authkey, connect_s)
         hello = self._ask({"do": "hello"}, connect_s)
@@ -77,31 +77,31 @@ class RemoteRunner:
 
     def block(self, calls: int) -> list[int]:
         """Nanoseconds of each of ``calls`` calls in the other process."""
-        answer = self._ask({"do": "block", "calls": calls}, self._timeout_s)
+        answer = self._ask({"do": "block", "calls": calls}, self.timeout_s)
         return [int(ns) for ns in answer["ns"]]
 
     def samples(self, count: int, calls: int) -> list[Sample]:
         """``count`` samples of ``calls`` calls each in the other process."""
-        answer = self._ask({"do": "samples", "count": count, "calls": calls}, self._timeout_s)
+        answer = self._ask({"do": "samples", "count": count, "calls": calls}, self.timeout_s)
         return [Sample(ns, waited) for ns, waited in answer["samples"]]
 
     def pace(self) -> int:
         """Nanoseconds of the fixed piece of work on the core of the other process."""
-        return int(self._ask({"do": "pace"}, self._timeout_s)["ns"])
+        return int(self._ask({"do": "pace"}, self.timeout_s)["ns"])
 
     def fork_join(self) -> int | None:
         """Nanoseconds of a small parallel operation in the other process; ``None`` if that does not tell of its calls."""
-        ns: int | None = self._ask({"do": "fork_join"}, self._timeout_s)["ns"]
+        ns: int | None = self._ask({"do": "fork_join"}, self.timeout_s)["ns"]
         return ns
 
     def change(self, settings: Mapping[str, Any]) -> None:
         """Make a script that serves its steps (:mod:`trimtab.probe.inside.turns`) use ``settings`` from its next step on."""
-        self._ask({"do": "set", "settings": settings}, self._timeout_s)
+        self._ask({"do": "set", "settings": settings}, self.timeout_s)
 
     def stop(self) -> None:
         """Ask the server to end, and disconnect."""
         with contextlib.suppress(MeasurementError):
-            self._ask({"do": "stop"}, self._timeout_s)
+            self._ask({"do": "stop"}, self.timeout_s)
         self.close()
 
     def close(self) -> None:

@@ -38,6 +38,8 @@ LONG_START_S = 30.0
 TRIES = 3
 """Starts per candidate if the script ends before it is timed. Each start halves the time of the comparison."""
 TOO_SHORT = "The script ends before enough of its steps can be timed; run it with more steps or epochs."
+LEFT_OUT = 0.8
+"""Lines are left out if those that can be take at least this share of the time of all of them."""
 NO_OVERLAY = "Lines are left out in an overlay only, which is not used or not allowed here."
 NO_VALUE = "These lines have no value that could be used again."
 OUT_OF_TIME = "There was no time left to measure it; give more with --budget."
@@ -171,18 +173,26 @@ class _Measuring:
         groups = [copied, {i: each for i, each in switched.items() if not each.lines}]
         groups = sorted((group for group in groups if group), key=min)  # the one with the strongest evidence is first
         for place, group in enumerate(groups):
-            later = sum(map(len, groups[place + 1 :])) + len(fresh) - len(first)
-            self._time_switched(group, found, later)
+            rest, processes = groups[place + 1 :], len(fresh) - len(first)
+            self._time_switched(group, found, sum(map(len, rest)) + processes, len(rest) + 2 * processes)
         self._time_each_fresh(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)
         return self.with_all_losses([found[i] for i in range(len(settings))])
 
     def _fail_immovable(self, settings: dict[int, ScriptSettings], found: dict[int, Outcome]) -> dict[int, ScriptSettings]:
         """``settings`` whose lines can be left out; the others are added to ``found`` as failed."""
         changed = with_reuse(self.command.folder, _all_lines(settings.values()))[1]
-        overlay = self.record.contained == "overlay"
-        out = {i: each for i, each in settings.items() if not overlay or not changed & set(each.lines)}
-        found |= {i: _failed(each, NO_VALUE if overlay else NO_OVERLAY) for i, each in out.items()}
-        return {i: each for i, each in settings.items() if i not in out}
+        shares = {line.site: line.share for line in self.record.lines}
+        movable = dict[int, ScriptSettings]()
+        for i, each in settings.items():
+            out = changed & set(each.lines)
+            enough = sum(shares.get(line, 0.0) for line in out) >= LEFT_OUT * sum(shares.get(line, 0.0) for line in each.lines)
+            if self.record.contained != "overlay":
+                found[i] = _failed(each, NO_OVERLAY)
+            elif not out or not enough:
+                found[i] = _failed(each, NO_VALUE)
+            else:
+                movable[i] = each
+        return movable
 
     def _prepared(self, settings: Iterable[ScriptSettings]) -> ScriptSettings:
         """The baseline of a process in which all of ``settings`` can be switched on."""
@@ -234,29 +244,32 @@ class _Measuring:
 
     # in one process
 
-    def _time_switched(self, settings: dict[int, ScriptSettings], found: dict[int, Outcome], fresh: int) -> None:
-        """Time ``settings`` in one process and add them to ``found``; after a crash a new process goes on. ``fresh``
-        comparisons follow afterwards."""
+    def _time_switched(self, settings: dict[int, ScriptSettings], found: dict[int, Outcome], later: int, starts: int) -> None:
+        """Time ``settings`` in one process and add them to ``found``; after a crash a new process goes on. ``later``
+        comparisons, with ``starts`` of the script, follow afterwards."""
         tries = dict.fromkeys(settings, 0)
-        waiting = list(settings)
+        waiting, alone = list(settings), False
         while waiting:
             if not self._has_time(LEAST_S, found):
                 found |= {i: _failed(settings[i], OUT_OF_TIME) for i in waiting}
                 return
-            first = waiting[0]
+            first, together = waiting[0], waiting[:1] if alone else list(waiting)
             tries[first] += 1
             try:
-                with self._serve(self._prepared(settings.values())) as script:
-                    while waiting and self._has_time(LEAST_S, found, starts=0):
+                with self._serve(self._prepared(settings[i] for i in together)) as script:
+                    while waiting and waiting[0] in together and self._has_time(LEAST_S, found, starts=0):
                         i = waiting[0]
                         self.progress(described(settings[i]))
-                        seconds = self._seconds_for(len(waiting) + fresh, 2 * fresh)
+                        seconds = self._seconds_for(len(waiting) + later, starts)
                         found[i] = self._compare_switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
                         self.on_outcome(found[i])
                         waiting.pop(0)
                     with contextlib.suppress(ScriptFailed, ScriptEnded, MeasurementError):  # earlier results are kept
-                        self._refine(script, found, fresh)
+                        self._refine(script, {i: found[i] for i in settings if i in found}, found, later, starts)
             except ScriptFailed as error:
+                if settings[waiting[0]].lines and len(together) > 1:  # the copy fails, for one line of several
+                    alone = True
+                    continue
                 found[waiting[0]] = _failed(settings[waiting[0]], str(error))
                 self.on_outcome(found[waiting[0]])
                 waiting.pop(0)
@@ -268,16 +281,18 @@ class _Measuring:
                 found |= {i: _failed(settings[i], str(error)) for i in waiting}
                 return
 
-    def _refine(self, script: ServedScript, found: dict[int, Outcome], fresh: int) -> None:
-        """Repeat unclear measurements of settings that may pay, by upper bound of the speed-up, while time is left."""
-        timed = {i: each for i, each in found.items() if each.gain is not None and not each.settings.fresh}
+    def _refine(
+        self, script: ServedScript, timed: dict[int, Outcome], found: dict[int, Outcome], later: int, starts: int
+    ) -> None:
+        """Repeat the unclear measurements of ``timed`` that may pay, by upper bound of the speed-up, while time is left."""
         unsure = [i for i, each in timed.items() if each.settings.without is None]
         unsure = [i for i in unsure if (gain := found[i].gain) and gain.value >= 1 + LEAST_GAIN and not gain.faster]
         for n, i in enumerate(sorted(unsure, key=lambda i: -_upper_speedup(found[i]))[:MOST_REFINED]):
-            if self.left < (1 - TIMING_SHARE) * self.seconds + fresh * (LEAST_S + 2 * self.record.start_s) + LEAST_S:
+            needed = later * LEAST_S + starts * self.record.start_s + LEAST_S
+            if self.left < (1 - TIMING_SHARE) * self.seconds + needed:
                 return
             self.progress(f"once more: {described(found[i].settings)}")
-            again = self._compare_switched(script, found[i].settings, self._seconds_for(len(unsure) - n + fresh, 2 * fresh))
+            again = self._compare_switched(script, found[i].settings, self._seconds_for(len(unsure) - n + later, starts))
             before = found[i].gain
             if again.gain is not None and before is not None and again.gain.width < before.width:
                 found[i] = again

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from trimtab.core.diagnosis import Category, Score, Together, saving, standing
 from trimtab.core.evidence import ProbeRecord
 from trimtab.core.finding import Finding
+from trimtab.core.script_settings import ScriptSettings
 from trimtab.report.doctor_words import remedy
 
 CATEGORIES: tuple[str, ...] = typing.get_args(Category)
@@ -44,9 +45,17 @@ def score(record: ProbeRecord, findings: Sequence[Finding], together: Together |
 
 
 def _ceilings(findings: Iterable[Finding]) -> list[Finding]:
-    """Advice with a measured ceiling, one for each thing that is left out: two findings may share a ceiling."""
-    left_out = [f for f in findings if f.ceiling is not None and standing(f) != "pays" and saving(f) > 0]
-    return list({(f.ceiling.without, f.ceiling.lines): f for f in left_out if f.ceiling is not None}.values())
+    """Advice with a measured ceiling, one for each thing that is left out: two findings may share a ceiling, or lines."""
+    found = [f for f in findings if f.ceiling is not None and standing(f) != "pays" and saving(f) > 0]
+    counted, lines = dict[str | None, Finding](), set[str]()
+    for finding in sorted(found, key=saving, reverse=True):
+        ceiling = finding.ceiling or ScriptSettings()
+        if ceiling.lines and not lines & set(ceiling.lines):
+            counted[ceiling.lines[0]] = finding
+        elif not ceiling.lines:
+            counted.setdefault(ceiling.without, finding)
+        lines |= set(ceiling.lines)
+    return list(counted.values())
 
 
 def _is_unmeasured(finding: Finding) -> bool:

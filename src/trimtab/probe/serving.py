@@ -28,9 +28,9 @@ POLL_S = 0.02
 CONNECT_S = 20.0
 ENDS_S = 5.0
 """Seconds that a process may take to end after its connection was lost."""
-NEXT_STEP_S, NEXT_STEPS = 15.0, 30
-"""A script of which lines are left out may never end a step, as where the line ends a loop. An answer may take as many seconds,
-and as many times a step as written."""
+NEXT_STEP_S, NEXT_STEPS, READ_AHEAD = 15.0, 30, 4
+"""While lines are left out, a step may never end, as where a line ends a loop. An answer may then take as many seconds, and as
+many times a step as written; for each batch that workers read ahead, as many more."""
 SLOWER_START = 3.0
 """A start fails after this multiple of the time to the first step. Two processes that start at once take longer than one."""
 
@@ -56,7 +56,10 @@ class ServedScript:
     ) -> None:
         self._key = secrets.token_hex(16)
         self._seconds = max(20.0, min(seconds, SLOWER_START * record.start_s + 20.0))
-        self._limit_s = NEXT_STEP_S + NEXT_STEPS * record.step_ms / 1e3 if settings.lines else max(30.0, seconds)
+        self._limit_s = max(30.0, seconds)
+        ahead = sum(loader.workers * (loader.prefetch or 2) for loader in record.loaders)
+        rare_s = sum(record.run_s.get(name, 0.0) for name in ("evaluation", "saving", "epoch start"))
+        self._next_step_s = NEXT_STEP_S + rare_s + (NEXT_STEPS + READ_AHEAD * ahead) * record.step_ms / 1e3
         anchor = anchor_of(record) | {"site": moved_site(record.anchor_site, command.folder, settings.files)}
         plan = {"mode": "turns", "anchor": anchor, "settings": to_json(settings), "key": self._key}
         self.has_workers = any(loader.workers for loader in record.loaders) or any(
@@ -110,9 +113,15 @@ class ServedScript:
             self.check()
         except (ScriptEnded, ScriptFailed) as found:
             return found
-        if self.settings.lines:
-            return ScriptFailed(f"Without these lines no step ended within {self._limit_s:.0f} s.")
+        if self.current["without"] == "lines" and self.process.poll() is None:
+            return ScriptFailed(f"Without these lines no step ended within {self._next_step_s:.0f} s.")
         return ScriptFailed(str(error))
+
+    def change(self, settings: dict[str, Any]) -> None:
+        """Use ``settings``, as JSON, from the next step on."""
+        self.remote.change(settings)
+        self.remote.timeout_s = min(self._limit_s, self._next_step_s) if settings["without"] == "lines" else self._limit_s
+        self.current = settings
 
     def runner(self, settings: ScriptSettings, mixed_every: int = 0) -> StepRunner:
         """A runner that times steps with ``settings``. With ``mixed_every``, the number of steps per evaluation or save,
@@ -150,8 +159,7 @@ class StepRunner:
 
     def _switch(self) -> None:
         if self._script.current != self._settings:
-            self._script.remote.change(self._settings)
-            self._script.current = self._settings
+            self._script.change(self._settings)
 
 
 def anchor_of(record: ProbeRecord) -> dict[str, Any]:

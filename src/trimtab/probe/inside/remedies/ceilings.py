@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ def switch(settings: Mapping[str, Any]) -> None:
         setattr(builtins, FUNCTION, _line_value)
     _lines.clear()
     _lines.update(settings["lines"] if phase == "lines" else ())
-    _line_values.clear()  # a graph that a value belongs to lives for one step
     if phase is not None and phase not in _installed:
         _installed.add(phase)
         _INSTALL[phase]()
@@ -194,12 +193,22 @@ _line_values: dict[str, Any] = {}
 
 
 def _line_value(site: str, compute: Callable[[], Any]) -> Any:
-    """The value of the line ``site`` of a changed copy of the script, see :mod:`trimtab.probe.line_reuse`."""
+    """The value of the line ``site`` of a changed copy of the script, see :mod:`trimtab.probe.line_reuse`. An iterator, which
+    can be read once only, is made again."""
     if site not in _lines:
         return compute()
     if site not in _line_values:
-        _line_values[site] = compute()
-    return _line_values[site]
+        value = compute()
+        if isinstance(value, Iterator):
+            return value
+        _line_values[site] = _pytree.tree_map(_without_graph, value)
+        return value
+    return _pytree.tree_map(lambda leaf: leaf, _line_values[site])  # new containers, because scripts modify them
+
+
+def _without_graph(leaf: Any) -> Any:
+    """A tensor without its graph, which one backward pass uses up."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
 
 
 _INSTALL: Mapping[str, Callable[[], None]] = {
