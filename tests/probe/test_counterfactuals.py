@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import subprocess
@@ -121,7 +122,7 @@ def test_a_script_that_starts_slowly_is_first_started_once_for_all_that_can_be_s
     assert (late.gain, late.failed) == (None, OUT_OF_TIME)
 
 
-def test_a_block_has_as_many_steps_as_workers_read_ahead(script: pathlib.Path) -> None:
+def test_a_block_has_twice_as_many_steps_as_workers_read_ahead(script: pathlib.Path) -> None:
     """Workers deliver in bursts, so that single steps take no time, or that of several."""
     text = SCRIPT.replace("batch_size=16,", "batch_size=16, num_workers=2, prefetch_factor=2, persistent_workers=True,")
     script.write_text(text.replace("optimizer.step()", "optimizer.step()\n        print('step', flush=True)"))
@@ -129,9 +130,14 @@ def test_a_block_has_as_many_steps_as_workers_read_ahead(script: pathlib.Path) -
     with ServedScript(Command.of(script, args=["400"]), record(), settings, seconds=60, in_place=False) as served:
         runner = served.runner(settings)
         runner.block(1)
-        before = served.process.log(1000).count("step")
-        times = runner.block(3)
-        assert served.process.log(1000).count("step") - before >= 4
+        runner.block(1)
+        steps = [served.process.log(1000).count("step")]
+        for _ in range(2):
+            times = runner.block(3)
+            steps.append(served.process.log(1000).count("step"))
+        ahead = 2 * 2
+        made = [after - before for before, after in itertools.pairwise(steps)]
+        assert made == [2 * ahead + 2 * ahead + 1] * 2, "with the steps after the pause, and the first of an epoch of 16"
     assert len(times) == 3
     assert len(set(times)) == 1, "the mean"
 

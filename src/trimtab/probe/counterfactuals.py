@@ -35,8 +35,8 @@ WIDTH = 0.03
 """An interval that is narrower than this share of the ratio ends a comparison."""
 LONG_START_S = 30.0
 """Seconds from a script's start to its first step from which on settings that need new processes come last."""
-TRIES = 3
-"""Starts per candidate if the script ends before it is timed. Each start halves the time of the comparison."""
+TRIES, SHORTER = 3, 4
+"""Starts per candidate if the script ends before it is timed, and the divisor of the time of the comparison at each."""
 TOO_SHORT = "The script ends before enough of its steps can be timed; run it with more steps or epochs."
 LEFT_OUT = 0.8
 """Lines are left out if those that can be take at least this share of the time of all of them."""
@@ -261,7 +261,7 @@ class _Measuring:
                         i = waiting[0]
                         self.progress(described(settings[i]))
                         seconds = self._seconds_for(len(waiting) + later, starts)
-                        found[i] = self._compare_switched(script, settings[i], seconds / 2 ** max(0, tries[i] - 1))
+                        found[i] = self._compare_switched(script, settings[i], seconds / SHORTER ** max(0, tries[i] - 1))
                         self.on_outcome(found[i])
                         waiting.pop(0)
                     with contextlib.suppress(ScriptFailed, ScriptEnded, MeasurementError):  # earlier results are kept
@@ -324,7 +324,7 @@ class _Measuring:
         failed = TOO_SHORT
         for attempt in range(TRIES):
             try:
-                gain = self._compare_fresh(settings, seconds / 2**attempt)
+                gain = self._compare_fresh(settings, seconds / SHORTER**attempt)
                 return Outcome(settings=settings, gain=gain, how="fresh processes", one_thread=self.one_thread)
             except ScriptEnded:
                 continue
