@@ -431,7 +431,8 @@ def test_candidates_fit_what_was_seen() -> None:
     )
     assert [described(each) for each in candidates(seen)] == [
         "no gradients in evaluation mode", "padding cut off", "channels_last layout", "fused optimizer",
-        "NAME=value", "freed memory kept in the process", "1 worker, kept over epochs (train.py:3)", "1 thread",
+        "NAME=value", "freed memory kept in the process", "1 worker, kept over epochs (train.py:3)",
+        "1 thread, 1 worker, kept over epochs (train.py:3)", "1 thread",
     ]  # fmt: skip
     assert all("worker" not in described(each) for each in candidates(record(loaders=(loader,), cores=1)))
 
