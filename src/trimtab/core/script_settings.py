@@ -56,7 +56,7 @@ class ScriptSettings:
     stay; it is never applied for use."""
     without: Literal["data", "logging", "synchronization", "evaluation", "saving", "lines"] | None = None
     """Leaves a phase out, to measure at most how much a remedy for it can bring. ``data`` hands out the same batches again;
-    ``lines`` uses the last values of :attr:`lines` again. It is never applied for use."""
+    ``lines`` makes each of :attr:`lines` return its first value again. It is never applied for use."""
     lines: tuple[str, ...] = ()
     """Lines of the script, such as ``train.py:35``, that are measured in a copy in which they can be left out."""
 

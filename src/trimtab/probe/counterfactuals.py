@@ -169,7 +169,7 @@ class _Measuring:
         if self.record.start_s > LONG_START_S and switched:  # one start screens all that a running process is switched to
             first = []
         self._time_each_fresh(first, settings, found, len(settings), 2 * (len(fresh) - len(first)) + bool(switched))
-        copied = self._fail_immovable({i: each for i, each in switched.items() if each.lines}, found)
+        copied = self._reusable({i: each for i, each in switched.items() if each.lines}, found)
         groups = [copied, {i: each for i, each in switched.items() if not each.lines}]
         groups = sorted((group for group in groups if group), key=min)  # the one with the strongest evidence is first
         for place, group in enumerate(groups):
@@ -178,11 +178,11 @@ class _Measuring:
         self._time_each_fresh(fresh[len(first) :], settings, found, len(fresh) - len(first), 0)
         return self.with_all_losses([found[i] for i in range(len(settings))])
 
-    def _fail_immovable(self, settings: dict[int, ScriptSettings], found: dict[int, Outcome]) -> dict[int, ScriptSettings]:
+    def _reusable(self, settings: dict[int, ScriptSettings], found: dict[int, Outcome]) -> dict[int, ScriptSettings]:
         """``settings`` whose lines can be left out; the others are added to ``found`` as failed."""
         changed = with_reuse(self.command.folder, _all_lines(settings.values()))[1]
         shares = {line.site: line.share for line in self.record.lines}
-        movable = dict[int, ScriptSettings]()
+        possible = dict[int, ScriptSettings]()
         for i, each in settings.items():
             out = changed & set(each.lines)
             enough = sum(shares.get(line, 0.0) for line in out) >= LEFT_OUT * sum(shares.get(line, 0.0) for line in each.lines)
@@ -191,8 +191,8 @@ class _Measuring:
             elif not out or not enough:
                 found[i] = _failed(each, NO_VALUE)
             else:
-                movable[i] = each
-        return movable
+                possible[i] = each
+        return possible
 
     def _prepared(self, settings: Iterable[ScriptSettings]) -> ScriptSettings:
         """The baseline of a process in which all of ``settings`` can be switched on."""

@@ -10,8 +10,8 @@ from trimtab.probe.patch import SITE
 
 FUNCTION = "__trimtab_reuse__"
 """Name of the function in ``builtins`` that a changed line calls. :mod:`trimtab.probe.inside.remedies.ceilings` sets it."""
-_NODES = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
-_NAMES = frozenset({"super", "locals", "vars", "dir", "eval", "exec", "__class__"})
+_FRAME_NODES = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
+_FRAME_NAMES = frozenset({"super", "locals", "vars", "dir", "eval", "exec", "__class__"})
 """What means something else within a function of its own."""
 
 
@@ -73,5 +73,5 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _is_bound_to_its_frame(node: ast.AST) -> bool:
-    name = isinstance(node, ast.Name) and node.id in _NAMES
-    return name or isinstance(node, _NODES) or (isinstance(node, ast.comprehension) and bool(node.is_async))
+    name = isinstance(node, ast.Name) and node.id in _FRAME_NAMES
+    return name or isinstance(node, _FRAME_NODES) or (isinstance(node, ast.comprehension) and bool(node.is_async))
